@@ -1,0 +1,86 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "pagedlora/adapter_plan.h"
+#include "pagedlora/peft_cache_manager.h"
+#include "pagedlora/safetensors_header.h"
+#include "pagedlora/tensor_source.h"
+
+namespace pagedlora::bindings {
+namespace py = pybind11;
+using py::literals::operator""_a;
+namespace {
+
+PlannedRow make_row(std::uint32_t module, std::uint32_t rank, float scale, std::uint64_t a_offset,
+                    Dtype a_dtype, std::uint64_t b_offset, Dtype b_dtype) {
+  return {ModuleIndex{module}, rank, {a_offset, a_dtype}, {b_offset, b_dtype}, scale};
+}
+
+// Keeps a Python object alive from C++ threads that may not hold the GIL when they let go.
+std::shared_ptr<const void> keep_alive(py::object object) {
+  return {new py::object(std::move(object)), [](const void* held) {
+            const py::gil_scoped_acquire gil;
+            delete static_cast<const py::object*>(held);
+          }};
+}
+
+std::shared_ptr<const TensorSource> memory_source(const py::buffer& buffer,
+                                                  std::string description) {
+  const py::buffer_info info = buffer.request();
+  const auto* bytes = static_cast<const std::byte*>(info.ptr);
+  return make_memory_source({bytes, static_cast<std::size_t>(info.size * info.itemsize)},
+                            keep_alive(buffer), std::move(description));
+}
+
+}  // namespace
+
+void register_adapter(py::module_& module) {
+  py::class_<TensorSource, py::smart_holder>(module, "TensorSource",
+                                             "Where an adapter's bytes come from.")
+      .def_property_readonly("size_bytes", &TensorSource::size_bytes)
+      .def_property_readonly("description", &TensorSource::description);
+  module.def("open_file_source", &open_file_source, "path"_a,
+             "The regular file as it is now; later reads fail if it changed.");
+  module.def("make_memory_source", &memory_source, "buffer"_a, "description"_a,
+             "Bytes of a buffer that is kept alive.");
+
+  py::class_<TensorHeader>(module, "TensorHeader", "One tensor of a safetensors file.")
+      .def_readonly("name", &TensorHeader::name)
+      .def_readonly("dtype", &TensorHeader::dtype)
+      .def_readonly("shape", &TensorHeader::shape)
+      .def_readonly("offset", &TensorHeader::offset)
+      .def_readonly("num_bytes", &TensorHeader::num_bytes);
+  module.def("read_safetensors_header", &read_safetensors_header, "source"_a,
+             py::call_guard<py::gil_scoped_release>(),
+             "The tensors of a safetensors source, by offset; refuses what the format forbids.");
+
+  py::class_<PlannedRow>(module, "PlannedRow", "One module's A and B in a source.")
+      .def(py::init(&make_row), "module"_a, "rank"_a, "scale"_a, "a_offset"_a, "a_dtype"_a,
+           "b_offset"_a, "b_dtype"_a)
+      .def_property_readonly("module", [](const PlannedRow& row) { return row.module.value; })
+      .def_readonly("rank", &PlannedRow::rank)
+      .def_readonly("scale", &PlannedRow::scale);
+
+  py::class_<AdapterPlan, py::smart_holder>(module, "AdapterPlan",
+                                            "What an adapter consists of and where it is read.")
+      .def(py::init<const LoraModelConfig&, std::vector<PlannedRow>,
+                    std::shared_ptr<const TensorSource>>(),
+           "config"_a, "rows"_a, "source"_a)
+      .def_property_readonly("rows", &AdapterPlan::rows);
+
+  py::class_<CarriedWeights>(module, "CarriedWeights", "Weights that come with a request.")
+      .def(py::init([](std::shared_ptr<const AdapterPlan> plan, std::string digest) {
+             return CarriedWeights{std::move(plan), std::move(digest)};
+           }),
+           "plan"_a, "digest"_a)
+      .def_property_readonly("plan", [](const CarriedWeights& self) { return self.plan; });
+}
+
+}  // namespace pagedlora::bindings

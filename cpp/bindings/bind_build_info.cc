@@ -1,0 +1,45 @@
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bindings.h"
+#include "isa_argument.h"
+
+namespace pagedlora::bindings {
+namespace py = pybind11;
+
+Isa isa_argument(std::string_view name) {
+  if (name == "auto") {
+    return default_isa();
+  }
+  for (const Isa isa : {Isa::portable, Isa::avx512}) {
+    if (name != isa_name(isa)) {
+      continue;
+    }
+    if (isa == Isa::avx512 && best_isa() != Isa::avx512) {
+      throw py::value_error("this processor or build has no avx512");
+    }
+    return isa;
+  }
+  throw py::value_error("isa is \"" + std::string(name) +
+                        "\"; \"auto\", \"portable\" and \"avx512\" are known");
+}
+
+void register_build_info(py::module_& module) {
+  module.attr("__version__") = PAGEDLORA_VERSION;
+  module.def(
+      "build_info",
+      [] {
+        py::dict info;
+        info["version"] = PAGEDLORA_VERSION;
+        info["compiler"] = __VERSION__;
+        info["best_isa"] = isa_name(best_isa());
+        info["default_isa"] = isa_name(default_isa());
+        info["cuda"] = false;
+        return info;
+      },
+      "What this extension was built with, and which instruction set it uses here.");
+}
+
+}  // namespace pagedlora::bindings

@@ -1,0 +1,76 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <bit>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "isa_argument.h"
+#include "leased_batch.h"
+#include "pagedlora/lora_operator.h"
+
+namespace pagedlora::bindings {
+namespace py = pybind11;
+using py::literals::operator""_a;
+namespace {
+
+using PySegments = std::vector<std::pair<std::optional<std::uint64_t>, std::uint32_t>>;
+
+std::vector<LoraBatch::Segment> resolve(const BatchLease* lease, const PySegments& segments) {
+  std::vector<LoraBatch::Segment> resolved;
+  resolved.reserve(segments.size());
+  for (const auto& [request, num_rows] : segments) {
+    LoraBatch::Segment segment{std::nullopt, num_rows};
+    if (request) {
+      const BatchLease::LeasedTask* task =
+          lease == nullptr ? nullptr : lease->find(RequestId{*request});
+      if (task == nullptr) {
+        throw py::key_error("request " + std::to_string(*request) + " is not in the lease");
+      }
+      segment.task = task->pages;
+    }
+    resolved.push_back(segment);
+  }
+  return resolved;
+}
+
+void apply(LoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
+           std::uintptr_t x, std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
+           std::int64_t y_row_stride, Dtype dtype) {
+  leased.check_open();
+  self.apply(leased.batch, ModuleIndex{module},
+             {std::bit_cast<const void*>(x), std::bit_cast<void*>(y), x_row_stride, y_row_stride,
+              num_rows, dtype});
+}
+
+}  // namespace
+
+void register_lora_operator(py::module_& module) {
+  py::class_<LeasedBatch>(module, "LoraBatch", "Which rows of a batch use which leased adapter.")
+      .def(py::init([](std::shared_ptr<BatchLease> lease, const PySegments& segments) {
+             return LeasedBatch{LoraBatch(resolve(lease.get(), segments)), std::move(lease)};
+           }),
+           "lease"_a.none(true), "segments"_a,
+           "Segments (request id or None, number of rows) in row order.")
+      .def_property_readonly("num_rows",
+                             [](const LeasedBatch& self) { return self.batch.num_rows(); })
+      .def_property_readonly("num_runs",
+                             [](const LeasedBatch& self) { return self.batch.runs().size(); });
+
+  py::class_<LoraOperator>(module, "LoraOperator", "y += scale * B (A x), from cache pages.")
+      .def(py::init([](Dtype dtype, const std::string& isa) {
+             return LoraOperator(dtype, isa_argument(isa));
+           }),
+           "dtype"_a, "isa"_a = "auto")
+      .def("apply", &apply, "batch"_a, "module_index"_a, "x_ptr"_a, "y_ptr"_a, "num_rows"_a,
+           "x_row_stride"_a, "y_row_stride"_a, "dtype"_a, py::call_guard<py::gil_scoped_release>(),
+           "Adds the adapters' outputs for one module to y [num_rows, out_features], in place.\n\n"
+           "x is [num_rows, in_features]; strides count elements between rows. Rows of the base\n"
+           "model, and of adapters that do not touch the module, are left alone.");
+}
+
+}  // namespace pagedlora::bindings

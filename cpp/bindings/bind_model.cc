@@ -1,0 +1,56 @@
+#include <pybind11/native_enum.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "bindings.h"
+#include "pagedlora/lora_module.h"
+
+namespace pagedlora::bindings {
+namespace py = pybind11;
+using py::literals::operator""_a;
+
+void register_model(py::module_& module) {
+  py::native_enum<Dtype>(module, "Dtype", "enum.Enum")
+      .value("float32", Dtype::float32)
+      .value("float16", Dtype::float16)
+      .value("bfloat16", Dtype::bfloat16)
+      .finalize();
+
+  py::class_<LoraModule>(module, "LoraModule", "One layer of the model that can carry LoRA.")
+      .def(py::init([](std::string name, std::int64_t in_features, std::int64_t out_features,
+                       std::int32_t layer_id, std::int32_t module_id) {
+             return LoraModule{std::move(name), layer_id, module_id, in_features, out_features};
+           }),
+           "name"_a, "in_features"_a, "out_features"_a, "layer_id"_a = -1, "module_id"_a = -1)
+      .def_readonly("name", &LoraModule::name)
+      .def_readonly("layer_id", &LoraModule::layer_id)
+      .def_readonly("module_id", &LoraModule::module_id)
+      .def_readonly("in_features", &LoraModule::in_features)
+      .def_readonly("out_features", &LoraModule::out_features)
+      .def("__eq__", [](const LoraModule& a, const LoraModule& b) { return a == b; })
+      .def("__repr__", [](const LoraModule& self) {
+        return "LoraModule(" + self.name + ", " + std::to_string(self.in_features) + " -> " +
+               std::to_string(self.out_features) + ")";
+      });
+
+  py::class_<LoraModelConfig, py::smart_holder>(module, "LoraModelConfig",
+                                                "What a model offers to LoRA.")
+      .def(py::init<std::vector<LoraModule>, Dtype, std::int32_t>(), "modules"_a, "dtype"_a,
+           "max_lora_rank"_a = 64)
+      .def_property_readonly("modules", &LoraModelConfig::modules)
+      .def_property_readonly("dtype", &LoraModelConfig::dtype)
+      .def_property_readonly("max_lora_rank", &LoraModelConfig::max_lora_rank)
+      .def(
+          "find",
+          [](const LoraModelConfig& self, const std::string& name) -> std::optional<std::uint32_t> {
+            const std::optional<ModuleIndex> index = self.find(name);
+            return index ? std::optional(index->value) : std::nullopt;
+          },
+          "name"_a, "Position of the module in `modules`, or None.");
+}
+
+}  // namespace pagedlora::bindings

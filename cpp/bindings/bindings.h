@@ -1,0 +1,17 @@
+// One register function per file of bindings; module.cc lists them.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace pagedlora::bindings {
+
+void register_errors(pybind11::module_& module);
+void register_build_info(pybind11::module_& module);
+void register_model(pybind11::module_& module);
+void register_layout(pybind11::module_& module);
+void register_adapter(pybind11::module_& module);
+void register_cache(pybind11::module_& module);
+void register_lora_operator(pybind11::module_& module);
+void register_paged_attention(pybind11::module_& module);
+
+}  // namespace pagedlora::bindings

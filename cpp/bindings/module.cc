@@ -1,0 +1,14 @@
+#include "bindings.h"
+
+PYBIND11_MODULE(_core, module) {
+  using namespace pagedlora::bindings;  // NOLINT(google-build-using-namespace)
+  module.doc() = "The C++ core of pagedlora. Use the names of the pagedlora package instead.";
+  register_errors(module);
+  register_build_info(module);
+  register_model(module);
+  register_layout(module);
+  register_adapter(module);
+  register_cache(module);
+  register_lora_operator(module);
+  register_paged_attention(module);
+}

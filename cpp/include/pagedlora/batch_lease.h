@@ -1,0 +1,68 @@
+// A batch's hold on the device copies that it reads: while it is open they are not evicted.
+//
+// Made by PeftCacheManager::ensure_batch. close() comes after the batch's last read; with one
+// batch in flight the next ensure_batch closes it. Views taken from it are invalid afterwards.
+//
+// Thread-safe.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "pagedlora/ids.h"
+#include "pagedlora/layout.h"
+#include "pagedlora/lora_module.h"
+
+namespace pagedlora {
+
+class BatchLease {
+ public:
+  struct LeasedTask {
+    TaskId task;
+    TaskPages pages;
+  };
+  using Release = std::function<void(const std::vector<LeasedTask>&)>;
+
+  // `release` unpins the tasks; it is called once, by the first close(), or by the destructor.
+  BatchLease(std::shared_ptr<const LoraModelConfig> config, Release release)
+      : config_(std::move(config)), release_(std::move(release)) {}
+  ~BatchLease() { close(); }
+  BatchLease(const BatchLease&) = delete;
+  BatchLease& operator=(const BatchLease&) = delete;
+
+  // Filled by the manager before the lease is handed out.
+  void add_task(const LeasedTask& leased) { tasks_.push_back(leased); }
+  void add_request(RequestId request, std::size_t task_position) {
+    task_of_request_.emplace(request, task_position);
+  }
+  void add_error(RequestId request, std::exception_ptr error) {
+    errors_.emplace(request, std::move(error));
+  }
+
+  const std::vector<LeasedTask>& tasks() const { return tasks_; }
+  const std::unordered_map<RequestId, std::size_t>& requests() const { return task_of_request_; }
+  // Requests whose adapter could not be brought in, each with its own error.
+  const std::unordered_map<RequestId, std::exception_ptr>& errors() const { return errors_; }
+
+  // nullptr: the request is not in the batch with an adapter. Throws LeaseClosedError after close().
+  const LeasedTask* find(RequestId request) const;
+
+  const LoraModelConfig& config() const { return *config_; }
+  bool is_open() const;
+  void close() noexcept;  // idempotent
+
+ private:
+  std::shared_ptr<const LoraModelConfig> config_;
+  std::vector<LeasedTask> tasks_;
+  std::unordered_map<RequestId, std::size_t> task_of_request_;
+  std::unordered_map<RequestId, std::exception_ptr> errors_;
+  mutable std::mutex mutex_;
+  Release release_;  // empty once closed
+};
+
+}  // namespace pagedlora

@@ -1,0 +1,32 @@
+// Copies a rectangle of weights into one or two places, casting on the way: the CPU executor's
+// inner step.
+//
+// The bits of the result are those of dtype.h's widen and narrow for every pair of types and every variant; equal
+// types are copied byte for byte.
+//
+// Pure function; thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pagedlora/cpu_features.h"
+#include "pagedlora/dtype.h"
+
+namespace pagedlora {
+
+struct Copy2d {
+  const std::byte* source = nullptr;
+  std::size_t source_stride_bytes = 0;  // between rows
+  std::byte* target = nullptr;          // rows lie back to back: [rows, row_elements]
+  std::byte* second_target = nullptr;   // null, or filled with the same bytes in the same pass
+  std::size_t rows = 0;
+  std::size_t row_elements = 0;
+};
+
+// Returns false if a finite value overflowed float16; the targets then hold infinities there.
+// Source and targets must not overlap; the source needs no alignment beyond its bytes.
+[[nodiscard]] bool copy_2d(const Copy2d& copy, Dtype source_dtype, Dtype target_dtype,
+                           Isa isa = default_isa());
+
+}  // namespace pagedlora

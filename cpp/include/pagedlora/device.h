@@ -1,0 +1,51 @@
+// The memory that a tier's pages live in, and how bytes get there.
+//
+// A tier asks its device for one arena at construction and copies pages between arenas through
+// it. HostDevice is ordinary memory; with it both tiers are RAM and a copy is a memcpy.
+//
+// Implementations are thread-safe for distinct memory ranges.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string_view>
+
+namespace pagedlora {
+
+struct MemoryInfo {
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+};
+
+// One contiguous piece of a copy between two arenas.
+struct CopyRun {
+  const std::byte* source = nullptr;
+  std::byte* target = nullptr;
+  std::size_t bytes = 0;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual std::string_view name() const = 0;
+  virtual MemoryInfo memory_info() const = 0;
+
+  // An arena aligned to at least 4096 bytes; its content is unspecified. nullptr if there is no room.
+  virtual std::byte* try_allocate(std::size_t bytes) = 0;
+  virtual void deallocate(std::byte* arena, std::size_t bytes) noexcept = 0;
+
+  // Makes the range cheap to write for the first time. A hint: changes no content, may run beside
+  // any other use of the range, may do nothing.
+  virtual void prefault(std::byte* begin, std::size_t bytes) noexcept = 0;
+
+  // Copies host memory into this device's, or back. Returns when the bytes are there. May block.
+  virtual void copy_from_host(std::span<const CopyRun> runs) = 0;
+  virtual void copy_to_host(std::span<const CopyRun> runs) = 0;
+};
+
+// Ordinary memory. Arenas are whole mappings, so that releasing one gives it back to the system.
+std::shared_ptr<Device> make_host_device();
+
+}  // namespace pagedlora

@@ -1,0 +1,115 @@
+// Every failure a caller can meet, each with a stable code and the numbers behind it.
+//
+// Each type has a Python twin of the same name in pagedlora.errors, derived from the built-in a
+// Python caller would expect; the bindings translate field by field. Messages say what is wrong,
+// with which numbers, and what to change.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "pagedlora/ids.h"
+
+namespace pagedlora {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// An argument that no state of the system would make valid.
+class InvalidArgumentError : public Error {
+ public:
+  using Error::Error;
+};
+
+// The tier cannot hold the claim now. Nothing was changed; waiting may help.
+class LoraCacheFullError : public Error {
+ public:
+  LoraCacheFullError(std::string tier, std::size_t needed_pages, std::size_t free_pages,
+                     std::size_t evictable_pages);
+
+  std::string tier;
+  std::size_t needed_pages;
+  std::size_t free_pages;
+  std::size_t evictable_pages;
+};
+
+// The adapter can never fit the tier, whatever is evicted.
+class AdapterTooLargeError : public Error {
+ public:
+  AdapterTooLargeError(std::string tier, std::size_t needed_pages, std::size_t total_pages,
+                       std::size_t page_bytes);
+
+  std::string tier;
+  std::size_t needed_pages;
+  std::size_t total_pages;
+  std::size_t page_bytes;
+};
+
+// A request names a task that has no source, and carries no weights for it.
+class PeftTaskNotCachedError : public Error {
+ public:
+  explicit PeftTaskNotCachedError(TaskId task);
+
+  TaskId task;
+};
+
+// A file is not what its format says. `tensor` is empty when the file as a whole is at fault.
+class AdapterFormatError : public Error {
+ public:
+  AdapterFormatError(std::string path, std::string tensor, const std::string& problem);
+
+  std::string path;
+  std::string tensor;
+};
+
+// The file was replaced, truncated or written to since it was registered.
+class AdapterSourceChangedError : public Error {
+ public:
+  AdapterSourceChangedError(std::string path, const std::string& difference);
+
+  std::string path;
+};
+
+// There is no such file or directory.
+class AdapterNotFoundError : public Error {
+ public:
+  explicit AdapterNotFoundError(std::string path);
+
+  std::string path;
+};
+
+// The operating system would not read the file.
+class AdapterReadError : public Error {
+ public:
+  AdapterReadError(std::string path, int error_number);
+
+  std::string path;
+  int error_number;
+};
+
+// A pool could not be allocated.
+class OutOfMemoryError : public Error {
+ public:
+  OutOfMemoryError(std::string tier, std::size_t bytes);
+
+  std::string tier;
+  std::size_t bytes;
+};
+
+// A live request was added again for another task, or with other weights.
+class RequestConflictError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A lease, or what hangs on it, was used after close().
+class LeaseClosedError : public Error {
+ public:
+  using Error::Error;
+};
+
+}  // namespace pagedlora

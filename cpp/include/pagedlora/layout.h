@@ -1,0 +1,119 @@
+// Where the weights of an adapter lie in pages: pure arithmetic, the same in both tiers.
+//
+// A row (one module's A [rank, in] and B [out, rank]) is cut into blocks of at most 8 ranks; the
+// tail block has what is left and is never padded. A block has a part A [rank_count, in] and a
+// part B [out, rank_count], both row-major. BA of a row is the sum of its blocks:
+//
+//     row of rank 19            block 0 (ranks 0-7)    block 1 (ranks 8-15)   block 2 (ranks 16-18)
+//     A [19, in], B [out, 19]   A [8, in] B [out, 8]   A [8, in] B [out, 8]   A [3, in] B [out, 3]
+//
+// A part over max_part_bytes is tiled: A along in (a tile is [rank_count, length]), B along out
+// (a tile is [length, rank_count]). Every part lies inside one page at a multiple of kSlotBytes.
+// Parts are placed first fit, in module order, A before B; the two need not share a page.
+//
+// Adapters of one shape share one Layout; a task adds only its page ids. `page` in a PartLocation
+// is a position in the task's list of pages, not a PageId.
+//
+// Immutable after construction; thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "pagedlora/ids.h"
+#include "pagedlora/lora_module.h"
+
+namespace pagedlora {
+
+inline constexpr std::size_t kSlotBytes = 64;
+inline constexpr std::uint32_t kMaxBlockRanks = 8;
+
+// One module that an adapter touches, and with which rank. At most one row per module.
+struct RowShape {
+  ModuleIndex module;
+  std::uint32_t rank = 0;
+
+  friend bool operator==(const RowShape&, const RowShape&) = default;
+};
+
+struct LayoutParams {
+  std::size_t page_bytes = 0;      // a multiple of kSlotBytes
+  std::size_t element_bytes = 0;   // of the cache's dtype
+  std::size_t max_part_bytes = 0;  // at most page_bytes; 0 means page_bytes
+
+  friend bool operator==(const LayoutParams&, const LayoutParams&) = default;
+};
+
+struct PartLocation {
+  std::uint32_t page = 0;  // position in the task's list of pages
+  std::uint32_t slot = 0;  // offset in the page, in units of kSlotBytes
+};
+
+// A tile of a block's A (begin and length count input features) or B (output features).
+struct Part {
+  std::uint32_t begin = 0;
+  std::uint32_t length = 0;
+  PartLocation at;
+};
+
+struct Block {
+  std::uint32_t row = 0;         // position in Layout::rows()
+  std::uint16_t rank_begin = 0;  // first rank of the row that lies here
+  std::uint16_t rank_count = 0;  // 1..kMaxBlockRanks
+  std::uint32_t first_part = 0;  // A parts first, then B parts, in Layout::parts()
+  std::uint32_t num_a_parts = 0;
+  std::uint32_t num_b_parts = 0;
+};
+
+class Layout {
+ public:
+  // Rows must name modules of `config` in ascending order, each once, with rank >= 1.
+  // Throws InvalidArgumentError otherwise, or if page_bytes cannot hold one feature of a block.
+  Layout(const LoraModelConfig& config, std::vector<RowShape> rows, const LayoutParams& params);
+
+  const std::vector<RowShape>& rows() const { return rows_; }
+  const LayoutParams& params() const { return params_; }
+  std::uint32_t num_pages() const { return num_pages_; }
+  std::size_t payload_bytes() const { return payload_bytes_; }  // bytes of weights, without gaps
+
+  // Position of the module's row in rows(), if the adapter touches it. O(1).
+  std::optional<std::uint32_t> row_of(ModuleIndex module) const;
+
+  std::span<const Block> blocks() const { return blocks_; }
+  std::span<const Block> blocks_of_row(std::uint32_t row) const;
+  std::span<const Part> a_parts(const Block& block) const;
+  std::span<const Part> b_parts(const Block& block) const;
+
+  // Bytes of memory this object holds.
+  std::size_t memory_bytes() const;
+
+ private:
+  std::vector<RowShape> rows_;
+  LayoutParams params_;
+  std::vector<Block> blocks_;
+  std::vector<std::uint32_t> first_block_of_row_;  // rows_.size() + 1 entries
+  std::vector<Part> parts_;
+  std::vector<std::int32_t> row_of_module_;  // -1: untouched
+  std::uint32_t num_pages_ = 0;
+  std::size_t payload_bytes_ = 0;
+};
+
+// Where the pages of one resident task really are. A view: valid while the task is leased or
+// pinned in its tier.
+struct TaskPages {
+  const Layout* layout = nullptr;
+  const PageId* pages = nullptr;   // layout->num_pages() of them
+  const float* scales = nullptr;   // one per row of the layout
+  std::byte* base = nullptr;       // address of page 0 of the pool
+  std::size_t page_bytes = 0;
+
+  std::byte* address(PartLocation at) const {
+    return base + static_cast<std::size_t>(pages[at.page].value) * page_bytes +
+           static_cast<std::size_t>(at.slot) * kSlotBytes;
+  }
+};
+
+}  // namespace pagedlora

@@ -1,0 +1,96 @@
+// y += scale * B (A x) for a batch whose rows use different adapters, straight from cache pages.
+//
+// LoraBatch is the table of one step: which rows of x use which task. It is built once per step and
+// used for every module. LoraOperator applies it to one module at a time.
+//
+// Arithmetic: A x is accumulated in float32, in an order that depends only on the sizes of the
+// module and on the layout; the scale multiplies that rank-space accumulator; B t is accumulated
+// in float32 over all blocks of the row and added to y in one rounding. So a row's result does
+// not depend on its neighbours, on the length of its run or on its place in the batch. Rows without
+// an adapter, and rows whose adapter does not touch the module, are not read or written.
+//
+// LoraBatch: immutable after construction. LoraOperator: thread-compatible (it owns scratch
+// memory); use one per thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "pagedlora/cpu_features.h"
+#include "pagedlora/dtype.h"
+#include "pagedlora/ids.h"
+#include "pagedlora/layout.h"
+
+namespace pagedlora {
+
+namespace internal {
+struct LoraKernels;
+}  // namespace internal
+
+class LoraBatch {
+ public:
+  struct Segment {
+    std::optional<TaskPages> task;  // nullopt: base model rows
+    std::uint32_t num_rows = 0;
+  };
+  struct Run {
+    TaskPages task;
+    std::uint32_t first_row = 0;
+    std::uint32_t num_rows = 0;
+  };
+
+  // Segments in row order. Neighbouring segments of one task (same layout, pages and pool) become
+  // one run. Throws InvalidArgumentError for a task without a layout.
+  explicit LoraBatch(std::span<const Segment> segments);
+
+  std::span<const Run> runs() const { return runs_; }  // of rows with an adapter, ascending
+  std::uint32_t num_rows() const { return num_rows_; }
+
+ private:
+  std::vector<Run> runs_;
+  std::uint32_t num_rows_ = 0;
+};
+
+// Row-major activations; strides count elements between rows.
+struct Activations {
+  const void* x = nullptr;  // [num_rows, in_features]
+  void* y = nullptr;        // [num_rows, out_features]
+  std::int64_t x_row_stride = 0;
+  std::int64_t y_row_stride = 0;
+  std::uint32_t num_rows = 0;
+  Dtype dtype = Dtype::float32;  // of x and y
+};
+
+class LoraOperator {
+ public:
+  // `weights_dtype` is the dtype of the cache's pages. Throws InvalidArgumentError for an `isa`
+  // beyond best_isa().
+  explicit LoraOperator(Dtype weights_dtype, Isa isa = default_isa());
+
+  // Adds the adapters' outputs for `module` to y. Throws InvalidArgumentError, with y unchanged,
+  // if num_rows differs from the batch's or a task's pages hold elements of another size. x and y
+  // must not overlap and need only the alignment of their elements. Reads every page through the
+  // batch's views; never blocks.
+  void apply(const LoraBatch& batch, ModuleIndex module, const Activations& activations);
+
+ private:
+  struct Tile;
+
+  void check(const LoraBatch& batch, const Activations& activations) const;
+  void apply_run(const internal::LoraKernels& kernels, const LoraBatch::Run& run,
+                 ModuleIndex module, const Activations& activations, const std::byte* next_weights);
+  void apply_tile(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile);
+  void shrink(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile);
+  void expand(const internal::LoraKernels& kernels, const Tile& tile, std::uint32_t begin,
+              std::uint32_t length);
+
+  Dtype weights_dtype_;
+  Isa isa_;
+  std::vector<float> rank_space_;  // scale * A x: [blocks of the row, rows of a tile, 8]
+  std::vector<float> out_space_;   // B t before it is added to y: [rows of a tile, features]
+};
+
+}  // namespace pagedlora

@@ -1,0 +1,77 @@
+// From the bytes of a source to the parts of a layout: one list of 2-D copies, executed here by
+// the CPU.
+//
+// The source is read front to back in chunks that fit the L2 cache; each chunk is cut into
+// rectangles, and each rectangle is cast and written to one place, or to the same place of two
+// tiers, while it is hot. Whoever executes the plan, the bits are those of dtype.h.
+//
+// ScatterPlan: a view of a plan and a layout, which must outlive it; thread-compatible.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "pagedlora/adapter_plan.h"
+#include "pagedlora/layout.h"
+#include "pagedlora/tensor_source.h"
+
+namespace pagedlora {
+
+class ScatterPlan {
+ public:
+  // `layout` must be of plan.row_shapes().
+  ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout);
+
+  // Reads every matrix of `source` once and fills all parts of `target` (and of `second`, if given,
+  // in the same pass). `chunk` is scratch of at least kMinChunkBytes. May block. Throws what the reader
+  // throws, and AdapterFormatError for a finite value that float16 cannot hold; the targets
+  // are then partly written.
+  void execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
+               const TaskPages& target, const TaskPages* second) const;
+
+  std::uint64_t source_bytes() const { return source_bytes_; }  // that execute() reads
+
+  static constexpr std::size_t kChunkBytes = 256U << 10;
+  static constexpr std::size_t kMinChunkBytes = 16U << 10;
+
+ private:
+  // A matrix of the source: A [rank, in] or B [out, rank], row-major.
+  struct Matrix {
+    std::uint64_t offset;
+    std::uint32_t row;  // of the layout
+    bool is_b;
+    Dtype dtype;
+    std::uint32_t height;
+    std::uint32_t width;
+  };
+  // A rectangle of a matrix that lies in the chunk: whole matrix rows, or a piece of one.
+  struct Segment {
+    const Matrix* matrix;
+    std::size_t at;  // offset in the chunk
+    std::uint32_t row_begin;
+    std::uint32_t num_rows;
+    std::uint32_t column_begin;
+    std::uint32_t num_columns;
+  };
+  struct Window {
+    std::uint64_t offset = 0;
+    std::size_t bytes = 0;
+    std::vector<Segment> segments;
+  };
+  class WindowBuilder;
+  struct Targets;
+
+  void scatter(const Window& window, const Targets& targets) const;
+  void scatter_a(const Segment& segment, const Targets& targets) const;
+  void scatter_b(const Segment& segment, const Targets& targets) const;
+
+  const LoraModelConfig& config_;
+  const AdapterPlan& plan_;
+  const Layout& layout_;
+  std::vector<Matrix> matrices_;  // by offset
+  std::uint64_t source_bytes_ = 0;
+};
+
+}  // namespace pagedlora

@@ -1,0 +1,47 @@
+// A resident task seen from outside: the entries that kernels of other engines read, and its
+// matrices put together again.
+//
+// Pure functions over pages that the caller keeps in place.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "pagedlora/layout.h"
+#include "pagedlora/lora_module.h"
+
+namespace pagedlora {
+
+// One A part and one B part of one block. Entries of one module add up:
+//   y[out_offset : out_offset + out_size] += scale * B (A x[in_offset : in_offset + in_size])
+// with A [adapter_size, in_size] at weights_in_pointer and B [out_size, adapter_size] at
+// weights_out_pointer, row-major. A block whose parts are tiled gives one entry per pair of tiles.
+struct TaskLayerModuleConfig {
+  std::uint32_t page_id = 0;       // of A, in the tier's pool
+  std::uint32_t slot_idx = 0;      // of A, in units of kSlotBytes
+  std::uint32_t out_page_id = 0;   // of B
+  std::uint32_t out_slot_idx = 0;
+  std::uint32_t in_offset = 0;     // features
+  std::uint32_t in_size = 0;
+  std::uint32_t out_offset = 0;
+  std::uint32_t out_size = 0;
+  std::int32_t module_id = -1;
+  std::int32_t layer_id = -1;
+  std::uint32_t adapter_size = 0;  // ranks of the block
+  std::uint32_t num_slots = 0;     // of A and B together
+  float scale = 1.0F;
+  std::uint64_t weights_in_pointer = 0;
+  std::uint64_t weights_out_pointer = 0;
+  std::string module_name;
+};
+
+std::vector<TaskLayerModuleConfig> task_entries(const TaskPages& task,
+                                                const LoraModelConfig& config);
+
+// Puts the row's A [rank, in_features] and B [out_features, rank] together from their parts.
+void gather_row(const TaskPages& task, const LoraModelConfig& config, std::uint32_t row,
+                std::byte* a, std::byte* b);
+
+}  // namespace pagedlora

@@ -1,0 +1,34 @@
+#include "pagedlora/batch_lease.h"
+
+#include <utility>
+
+#include "pagedlora/errors.h"
+
+namespace pagedlora {
+
+const BatchLease::LeasedTask* BatchLease::find(RequestId request) const {
+  if (!is_open()) {
+    throw LeaseClosedError(
+        "the batch lease is closed: its adapters may have been evicted; ensure the batch again");
+  }
+  const auto found = task_of_request_.find(request);
+  return found == task_of_request_.end() ? nullptr : &tasks_[found->second];
+}
+
+bool BatchLease::is_open() const {
+  const std::scoped_lock lock(mutex_);
+  return static_cast<bool>(release_);
+}
+
+void BatchLease::close() noexcept {
+  Release release;
+  {
+    const std::scoped_lock lock(mutex_);
+    release = std::exchange(release_, nullptr);
+  }
+  if (release) {
+    release(tasks_);
+  }
+}
+
+}  // namespace pagedlora

@@ -1,0 +1,79 @@
+#include <sys/mman.h>
+#include <sys/sysinfo.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <string>
+
+#include "pagedlora/device.h"
+
+namespace pagedlora {
+namespace {
+
+// The kernel's estimate of what can be allocated without swapping; 0 if it does not say.
+std::size_t available_bytes() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key;
+  std::size_t kibibytes = 0;
+  std::string unit;
+  while (meminfo >> key >> kibibytes) {
+    if (key == "MemAvailable:") {
+      return kibibytes * 1024;
+    }
+    std::getline(meminfo, unit);
+  }
+  return 0;
+}
+
+void copy_runs(std::span<const CopyRun> runs) {
+  for (const CopyRun& run : runs) {
+    std::memcpy(run.target, run.source, run.bytes);
+  }
+}
+
+class HostDevice final : public Device {
+ public:
+  std::string_view name() const override { return "cpu"; }
+
+  MemoryInfo memory_info() const override {
+    struct sysinfo info = {};
+    ::sysinfo(&info);
+    const std::size_t unit = info.mem_unit;
+    const std::size_t available = available_bytes();
+    return {available != 0 ? available : info.freeram * unit, info.totalram * unit};
+  }
+
+  std::byte* try_allocate(std::size_t bytes) override {
+    // MAP_NORESERVE is not given: an arena that the system cannot back must fail here.
+    void* arena = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (arena == MAP_FAILED) {
+      return nullptr;
+    }
+    ::madvise(arena, bytes, MADV_HUGEPAGE);  // best effort
+    return static_cast<std::byte*>(arena);
+  }
+
+  void deallocate(std::byte* arena, std::size_t bytes) noexcept override {
+    ::munmap(arena, bytes);
+  }
+
+  void prefault(std::byte* begin, std::size_t bytes) noexcept override {
+#ifdef MADV_POPULATE_WRITE
+    ::madvise(begin, bytes, MADV_POPULATE_WRITE);
+#else
+    static_cast<void>(begin);
+    static_cast<void>(bytes);
+#endif
+  }
+
+  void copy_from_host(std::span<const CopyRun> runs) override { copy_runs(runs); }
+  void copy_to_host(std::span<const CopyRun> runs) override { copy_runs(runs); }
+};
+
+}  // namespace
+
+std::shared_ptr<Device> make_host_device() { return std::make_shared<HostDevice>(); }
+
+}  // namespace pagedlora

@@ -1,0 +1,101 @@
+#include "pagedlora/errors.h"
+
+#include <algorithm>
+#include <system_error>
+
+namespace pagedlora {
+namespace {
+
+// A name from a file, fit for one line of a message: control characters replaced, and cut off
+// between two UTF-8 sequences if it is long.
+std::string quoted(const std::string& name) {
+  constexpr std::size_t kShownBytes = 200;
+  std::size_t length = std::min(name.size(), kShownBytes);
+  while (length < name.size() && length > 0 &&
+         (static_cast<unsigned char>(name[length]) & 0xC0U) == 0x80U) {
+    --length;
+  }
+  std::string text = name.substr(0, length);
+  std::replace_if(
+      text.begin(), text.end(), [](char c) { return (c >= 0 && c < ' ') || c == 0x7F; }, '?');
+  return "'" + text + (length < name.size() ? "...'" : "'");
+}
+
+std::string count(std::size_t number, const char* noun) {
+  return std::to_string(number) + " " + noun + (number == 1 ? "" : "s");
+}
+
+// The option that sizes a tier.
+std::string size_option(const std::string& tier) { return tier + "_cache_size"; }
+
+std::string cache_full_message(const std::string& tier, std::size_t needed_pages,
+                               std::size_t free_pages, std::size_t evictable_pages) {
+  return "the " + tier + " cache is full: " + count(needed_pages, "page") + " needed, " +
+         std::to_string(free_pages) + " free, " + std::to_string(evictable_pages) +
+         " evictable; wait for requests to finish or raise " + size_option(tier);
+}
+
+std::string too_large_message(const std::string& tier, std::size_t needed_pages,
+                              std::size_t total_pages, std::size_t page_bytes) {
+  return "the adapter can never fit the " + tier + " cache: " + count(needed_pages, "page") +
+         " of " + count(page_bytes, "byte") + " needed, " + std::to_string(total_pages) +
+         " in all; raise " + size_option(tier) + " or use an adapter of lower rank";
+}
+
+std::string format_message(const std::string& path, const std::string& tensor,
+                           const std::string& problem) {
+  const std::string place = tensor.empty() ? path : path + ": tensor " + quoted(tensor);
+  return place + ": " + problem;
+}
+
+}  // namespace
+
+LoraCacheFullError::LoraCacheFullError(std::string full_tier, std::size_t needed, std::size_t free,
+                                       std::size_t evictable)
+    : Error(cache_full_message(full_tier, needed, free, evictable)),
+      tier(std::move(full_tier)),
+      needed_pages(needed),
+      free_pages(free),
+      evictable_pages(evictable) {}
+
+AdapterTooLargeError::AdapterTooLargeError(std::string small_tier, std::size_t needed,
+                                           std::size_t total, std::size_t bytes_per_page)
+    : Error(too_large_message(small_tier, needed, total, bytes_per_page)),
+      tier(std::move(small_tier)),
+      needed_pages(needed),
+      total_pages(total),
+      page_bytes(bytes_per_page) {}
+
+PeftTaskNotCachedError::PeftTaskNotCachedError(TaskId missing_task)
+    : Error("task " + std::to_string(missing_task.value) +
+            " has no source to load from: register the adapter first, or send its weights "
+            "with the request"),
+      task(missing_task) {}
+
+AdapterFormatError::AdapterFormatError(std::string file, std::string tensor_name,
+                                       const std::string& problem)
+    : Error(format_message(file, tensor_name, problem)),
+      path(std::move(file)),
+      tensor(std::move(tensor_name)) {}
+
+AdapterSourceChangedError::AdapterSourceChangedError(std::string file,
+                                                     const std::string& difference)
+    : Error(file + " changed since it was registered: " + difference +
+            "; register the adapter again, under a new version"),
+      path(std::move(file)) {}
+
+AdapterNotFoundError::AdapterNotFoundError(std::string file)
+    : Error("there is no such file or directory: " + file), path(std::move(file)) {}
+
+AdapterReadError::AdapterReadError(std::string file, int system_error_number)
+    : Error("cannot read " + file + ": " + std::generic_category().message(system_error_number)),
+      path(std::move(file)),
+      error_number(system_error_number) {}
+
+OutOfMemoryError::OutOfMemoryError(std::string failed_tier, std::size_t failed_bytes)
+    : Error("cannot allocate " + count(failed_bytes, "byte") + " for the " + failed_tier +
+            " cache; lower " + size_option(failed_tier) + " or free memory"),
+      tier(std::move(failed_tier)),
+      bytes(failed_bytes) {}
+
+}  // namespace pagedlora

@@ -1,0 +1,69 @@
+// The inner loops of LoraOperator, one table of function pointers per (activations, weights, Isa).
+//
+// A tile is at most kTileRows rows of one task. All variants share one contract: the result of a
+// row depends on its own x, on the weights and on the lengths of the parts, never on num_rows or
+// on where a part begins. Variants differ from each other by rounding only. Sums are float32.
+//
+// Tables are immutable; kernels touch only what their arguments name; thread-safe. No pointer
+// needs more alignment than its elements have.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "pagedlora/cpu_features.h"
+#include "pagedlora/dtype.h"
+
+namespace pagedlora::internal {
+
+inline constexpr std::uint32_t kTileRows = 16;
+inline constexpr std::uint32_t kRankLanes = 8;  // floats of rank space per row and block
+inline constexpr std::size_t kNumDtypes = 3;
+
+// t[row, r] += sum over i of a[r, i] * x[row, i], for r < rank_count <= kRankLanes.
+struct ShrinkArgs {
+  const void* x = nullptr;        // [num_rows, length], activations dtype
+  std::int64_t x_row_stride = 0;  // in elements
+  std::uint32_t num_rows = 0;
+  const void* a = nullptr;  // [rank_count, length], weights dtype
+  std::uint32_t length = 0;
+  std::uint32_t rank_count = 0;
+  float* t = nullptr;  // [num_rows, kRankLanes]; lanes from rank_count on stay as they are
+  const void* read_next = nullptr;  // where weights will be read next: a hint, never dereferenced
+};
+
+// acc[row, o] += sum over r of b[o, r] * t[row, r].
+struct ExpandArgs {
+  const float* t = nullptr;  // [num_rows, kRankLanes]; lanes from rank_count on are zero
+  std::uint32_t num_rows = 0;
+  const void* b = nullptr;  // [length, rank_count], weights dtype
+  std::uint32_t length = 0;
+  std::uint32_t rank_count = 0;
+  float* acc = nullptr;  // [num_rows, length]
+  std::int64_t acc_row_stride = 0;
+  const void* read_next = nullptr;
+};
+
+// y[row, o] = narrow(widen(y[row, o]) + acc[row, o]).
+struct AddArgs {
+  const float* acc = nullptr;  // [num_rows, length]
+  std::int64_t acc_row_stride = 0;
+  void* y = nullptr;  // [num_rows, length], activations dtype
+  std::int64_t y_row_stride = 0;
+  std::uint32_t num_rows = 0;
+  std::uint32_t length = 0;
+};
+
+struct LoraKernels {
+  void (*shrink)(const ShrinkArgs&) = nullptr;
+  void (*expand)(const ExpandArgs&) = nullptr;
+  void (*add)(const AddArgs&) = nullptr;
+};
+
+// Requires isa <= best_isa().
+const LoraKernels& lora_kernels(Dtype activations, Dtype weights, Isa isa);
+
+// Entry [activations][weights]; only where PAGEDLORA_HAVE_AVX512 is defined.
+extern const LoraKernels kAvx512LoraKernels[kNumDtypes][kNumDtypes];
+
+}  // namespace pagedlora::internal

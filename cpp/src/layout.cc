@@ -1,0 +1,124 @@
+#include "pagedlora/layout.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "internal/first_fit.h"
+#include "pagedlora/errors.h"
+
+namespace pagedlora {
+namespace {
+
+LayoutParams checked(LayoutParams params) {
+  if (params.page_bytes == 0 || params.page_bytes % kSlotBytes != 0) {
+    throw InvalidArgumentError("a page of " + std::to_string(params.page_bytes) +
+                               " bytes is not a multiple of the slot of " +
+                               std::to_string(kSlotBytes) + " bytes");
+  }
+  if (params.max_part_bytes == 0) {
+    params.max_part_bytes = params.page_bytes;
+  }
+  const std::size_t one_feature = kMaxBlockRanks * params.element_bytes;
+  if (params.max_part_bytes > params.page_bytes || params.max_part_bytes < one_feature) {
+    throw InvalidArgumentError("max_part_bytes is " + std::to_string(params.max_part_bytes) +
+                               "; it must hold one feature of a block (" +
+                               std::to_string(one_feature) + " bytes) and fit a page of " +
+                               std::to_string(params.page_bytes) + " bytes");
+  }
+  return params;
+}
+
+void check_rows(const LoraModelConfig& config, const std::vector<RowShape>& rows) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].module.value >= config.modules().size()) {
+      throw InvalidArgumentError("row " + std::to_string(i) + " names module " +
+                                 std::to_string(rows[i].module.value) + " of " +
+                                 std::to_string(config.modules().size()));
+    }
+    if (rows[i].rank < 1 || rows[i].rank > LoraModelConfig::kMaxRank) {
+      throw InvalidArgumentError("row " + std::to_string(i) + " has rank " +
+                                 std::to_string(rows[i].rank));
+    }
+    if (i > 0 && !(rows[i - 1].module < rows[i].module)) {
+      throw InvalidArgumentError("rows must name modules in ascending order, each once");
+    }
+  }
+}
+
+// Cuts `features` of a block of `ranks` into tiles and places each.
+std::uint32_t place_parts(std::uint32_t features, std::uint32_t ranks, const LayoutParams& params,
+                          internal::FirstFit& pages, std::vector<Part>& parts) {
+  const std::size_t feature_bytes = ranks * params.element_bytes;
+  const std::size_t tile = params.max_part_bytes / feature_bytes;
+  std::uint32_t count = 0;
+  for (std::size_t begin = 0; begin < features; begin += tile, ++count) {
+    const std::size_t length = std::min<std::size_t>(tile, features - begin);
+    const std::size_t slots = (length * feature_bytes + kSlotBytes - 1) / kSlotBytes;
+    parts.push_back({static_cast<std::uint32_t>(begin), static_cast<std::uint32_t>(length),
+                     pages.place(slots)});
+  }
+  return count;
+}
+
+}  // namespace
+
+Layout::Layout(const LoraModelConfig& config, std::vector<RowShape> rows,
+               const LayoutParams& params)
+    : rows_(std::move(rows)), params_(checked(params)) {
+  check_rows(config, rows_);
+  row_of_module_.assign(config.modules().size(), -1);
+  internal::FirstFit pages(params_.page_bytes / kSlotBytes);
+  for (std::uint32_t row = 0; row < rows_.size(); ++row) {
+    const LoraModule& module = config.module(rows_[row].module);
+    const auto in = static_cast<std::uint32_t>(module.in_features);
+    const auto out = static_cast<std::uint32_t>(module.out_features);
+    row_of_module_[rows_[row].module.value] = static_cast<std::int32_t>(row);
+    first_block_of_row_.push_back(static_cast<std::uint32_t>(blocks_.size()));
+    for (std::uint32_t begin = 0; begin < rows_[row].rank; begin += kMaxBlockRanks) {
+      Block block;
+      block.row = row;
+      block.rank_begin = static_cast<std::uint16_t>(begin);
+      block.rank_count =
+          static_cast<std::uint16_t>(std::min(kMaxBlockRanks, rows_[row].rank - begin));
+      block.first_part = static_cast<std::uint32_t>(parts_.size());
+      block.num_a_parts = place_parts(in, block.rank_count, params_, pages, parts_);
+      block.num_b_parts = place_parts(out, block.rank_count, params_, pages, parts_);
+      blocks_.push_back(block);
+    }
+    payload_bytes_ += std::size_t{rows_[row].rank} * (in + out) * params_.element_bytes;
+  }
+  first_block_of_row_.push_back(static_cast<std::uint32_t>(blocks_.size()));
+  num_pages_ = pages.num_pages();
+  blocks_.shrink_to_fit();
+  parts_.shrink_to_fit();
+}
+
+std::optional<std::uint32_t> Layout::row_of(ModuleIndex module) const {
+  if (module.value >= row_of_module_.size() || row_of_module_[module.value] < 0) {
+    return std::nullopt;
+  }
+  return static_cast<std::uint32_t>(row_of_module_[module.value]);
+}
+
+std::span<const Block> Layout::blocks_of_row(std::uint32_t row) const {
+  const std::uint32_t begin = first_block_of_row_[row];
+  return std::span(blocks_).subspan(begin, first_block_of_row_[row + 1] - begin);
+}
+
+std::span<const Part> Layout::a_parts(const Block& block) const {
+  return std::span(parts_).subspan(block.first_part, block.num_a_parts);
+}
+
+std::span<const Part> Layout::b_parts(const Block& block) const {
+  return std::span(parts_).subspan(block.first_part + block.num_a_parts, block.num_b_parts);
+}
+
+std::size_t Layout::memory_bytes() const {
+  return sizeof(Layout) + rows_.capacity() * sizeof(RowShape) +
+         blocks_.capacity() * sizeof(Block) +
+         first_block_of_row_.capacity() * sizeof(std::uint32_t) +
+         parts_.capacity() * sizeof(Part) + row_of_module_.capacity() * sizeof(std::int32_t);
+}
+
+}  // namespace pagedlora

@@ -1,0 +1,203 @@
+#include "pagedlora/lora_cache.h"
+
+#include <stdexcept>
+#include <utility>
+
+namespace pagedlora {
+namespace {
+
+[[noreturn]] void broken(const std::string& tier, const std::string& what) {
+  throw std::logic_error(tier + " tier: " + what);
+}
+
+std::string label(TaskId task) { return "task " + std::to_string(task.value); }
+
+}  // namespace
+
+LoraCache::LoraCache(std::shared_ptr<Device> device, std::string tier, std::size_t num_pages,
+                     std::size_t page_bytes, const PolicyFactory& make_policy)
+    : tier_(std::move(tier)), pool_(std::move(device), tier_, num_pages, page_bytes) {
+  for (std::unique_ptr<EvictionPolicy>& policy : policies_) {
+    policy = make_policy();
+  }
+}
+
+const LoraCache::Entry* LoraCache::find(TaskId task) const {
+  const auto found = entries_.find(task);
+  return found == entries_.end() ? nullptr : &found->second;
+}
+
+bool LoraCache::is_resident(TaskId task) const {
+  const Entry* entry = find(task);
+  return entry != nullptr && entry->state == EntryState::resident;
+}
+
+LoraCache::Entry& LoraCache::require(TaskId task, EntryEvent event) {
+  const auto found = entries_.find(task);
+  const EntryState from = found == entries_.end() ? EntryState::absent : found->second.state;
+  if (!next_state(from, event)) {
+    broken(tier_, "cannot " + std::string(entry_event_name(event)) + " " + label(task) +
+                      ", which is " + std::string(entry_state_name(from)));
+  }
+  return found->second;
+}
+
+bool LoraCache::is_evictable(const Entry& entry) {
+  return entry.state == EntryState::resident && entry.pins == 0;
+}
+
+void LoraCache::enter_policy(Entry& entry) {
+  if (is_evictable(entry)) {
+    policies_[static_cast<std::size_t>(entry.eviction_class)]->insert(entry.node);
+    evictable_pages_ += entry.pages.size();
+  }
+}
+
+void LoraCache::leave_policy(Entry& entry) {
+  if (is_evictable(entry)) {
+    policies_[static_cast<std::size_t>(entry.eviction_class)]->erase(entry.node);
+    evictable_pages_ -= entry.pages.size();
+  }
+}
+
+PolicyNode* LoraCache::next_victim() {
+  for (const std::unique_ptr<EvictionPolicy>& policy : policies_) {
+    if (PolicyNode* node = policy->victim()) {
+      return node;
+    }
+  }
+  return nullptr;
+}
+
+std::optional<Shortage> LoraCache::try_make_room(std::size_t pages, std::vector<TaskId>& evicted) {
+  if (pages > pool_.num_free() + evictable_pages_) {
+    return Shortage{pages, pool_.num_free(), evictable_pages_};
+  }
+  while (pool_.num_free() < pages) {
+    const TaskId victim = next_victim()->task;
+    evict(victim);
+    evicted.push_back(victim);
+  }
+  return std::nullopt;
+}
+
+const LoraCache::Entry& LoraCache::claim(TaskId task, std::size_t pages) {
+  if (find(task) != nullptr) {
+    require(task, EntryEvent::claim);
+  }
+  std::vector<PageId> claimed(pages);
+  Entry& entry = entries_[task];
+  if (!pool_.try_claim(claimed)) {
+    entries_.erase(task);
+    broken(tier_, "no room was made for " + label(task));
+  }
+  entry.state = EntryState::loading;
+  entry.pages = std::move(claimed);
+  entry.node.task = task;
+  return entry;
+}
+
+void LoraCache::publish(TaskId task) {
+  Entry& entry = require(task, EntryEvent::publish);
+  entry.state = EntryState::resident;
+  enter_policy(entry);
+}
+
+void LoraCache::fail(TaskId task) {
+  require(task, EntryEvent::fail);
+  remove(task);
+}
+
+void LoraCache::evict(TaskId task) {
+  Entry& entry = require(task, EntryEvent::evict);
+  if (entry.pins != 0) {
+    broken(tier_, label(task) + " is evicted with " + std::to_string(entry.pins) + " pins");
+  }
+  leave_policy(entry);
+  remove(task);
+}
+
+void LoraCache::remove(TaskId task) {
+  const auto found = entries_.find(task);
+  pool_.release(found->second.pages);
+  entries_.erase(found);
+}
+
+void LoraCache::pin(TaskId task) {
+  const auto found = entries_.find(task);
+  if (found == entries_.end()) {
+    broken(tier_, label(task) + " is pinned while absent");
+  }
+  leave_policy(found->second);
+  ++found->second.pins;
+}
+
+void LoraCache::unpin(TaskId task) {
+  const auto found = entries_.find(task);
+  if (found == entries_.end() || found->second.pins == 0) {
+    broken(tier_, label(task) + " is unpinned without a pin");
+  }
+  --found->second.pins;
+  enter_policy(found->second);
+}
+
+void LoraCache::touch(TaskId task) {
+  const auto found = entries_.find(task);
+  if (found != entries_.end() && is_evictable(found->second)) {
+    Entry& entry = found->second;
+    policies_[static_cast<std::size_t>(entry.eviction_class)]->touch(entry.node);
+  }
+}
+
+void LoraCache::set_class(TaskId task, EvictionClass eviction_class) {
+  const auto found = entries_.find(task);
+  if (found == entries_.end() || found->second.eviction_class == eviction_class) {
+    return;
+  }
+  leave_policy(found->second);
+  found->second.eviction_class = eviction_class;
+  enter_policy(found->second);
+}
+
+void LoraCache::demote_all() {
+  for (std::size_t from = 1; from < kNumEvictionClasses; ++from) {
+    while (const PolicyNode* node = policies_[from]->victim()) {
+      set_class(node->task, EvictionClass::unowned);
+    }
+  }
+}
+
+void LoraCache::check_invariants() const {
+  std::vector<bool> owned(pool_.num_pages(), false);
+  std::size_t num_owned = 0;
+  std::size_t evictable = 0;
+  for (const auto& [task, entry] : entries_) {
+    if (entry.state == EntryState::absent) {
+      broken(tier_, label(task) + " is stored while absent");
+    }
+    for (const PageId page : entry.pages) {
+      if (pool_.is_free(page) || owned[page.value]) {
+        broken(tier_, "page " + std::to_string(page.value) + " of " + label(task) +
+                          (pool_.is_free(page) ? " is free" : " has two owners"));
+      }
+      owned[page.value] = true;
+      ++num_owned;
+    }
+    const bool in_policy = entry.node.next != nullptr;
+    if (in_policy != is_evictable(entry)) {
+      broken(tier_, label(task) + (in_policy ? " is evictable but must not be"
+                                             : " cannot be evicted but should be"));
+    }
+    evictable += is_evictable(entry) ? entry.pages.size() : 0;
+  }
+  if (num_owned + pool_.num_free() != pool_.num_pages()) {
+    broken(tier_, std::to_string(pool_.num_pages() - num_owned - pool_.num_free()) +
+                      " pages are lost");
+  }
+  if (evictable != evictable_pages_) {
+    broken(tier_, "counts " + std::to_string(evictable_pages_) + " evictable pages, has " +
+                      std::to_string(evictable));
+  }
+}
+
+}  // namespace pagedlora

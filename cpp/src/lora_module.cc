@@ -1,0 +1,55 @@
+#include "pagedlora/lora_module.h"
+
+#include <string>
+#include <utility>
+
+#include "pagedlora/errors.h"
+
+namespace pagedlora {
+namespace {
+
+constexpr std::int64_t kMaxFeatures = std::int64_t{1} << 30;
+
+void check_module(const LoraModule& module) {
+  if (module.name.empty()) {
+    throw InvalidArgumentError("a LoRA module needs a name");
+  }
+  for (const std::int64_t features : {module.in_features, module.out_features}) {
+    if (features < 1 || features > kMaxFeatures) {
+      throw InvalidArgumentError("module " + module.name + " has " + std::to_string(features) +
+                                 " features; 1 to " + std::to_string(kMaxFeatures) +
+                                 " are possible");
+    }
+  }
+}
+
+}  // namespace
+
+LoraModelConfig::LoraModelConfig(std::vector<LoraModule> modules, Dtype dtype,
+                                 std::int32_t max_lora_rank)
+    : modules_(std::move(modules)), dtype_(dtype), max_lora_rank_(max_lora_rank) {
+  if (modules_.empty()) {
+    throw InvalidArgumentError("a LoRA model configuration needs at least one module");
+  }
+  if (max_lora_rank < 1 || max_lora_rank > kMaxRank) {
+    throw InvalidArgumentError("max_lora_rank is " + std::to_string(max_lora_rank) +
+                               "; 1 to " + std::to_string(kMaxRank) + " are possible");
+  }
+  index_by_name_.reserve(modules_.size());
+  for (std::uint32_t i = 0; i < modules_.size(); ++i) {
+    check_module(modules_[i]);
+    if (!index_by_name_.emplace(modules_[i].name, i).second) {
+      throw InvalidArgumentError("module " + modules_[i].name + " is listed twice");
+    }
+  }
+}
+
+std::optional<ModuleIndex> LoraModelConfig::find(std::string_view name) const {
+  const auto found = index_by_name_.find(std::string(name));
+  if (found == index_by_name_.end()) {
+    return std::nullopt;
+  }
+  return ModuleIndex{found->second};
+}
+
+}  // namespace pagedlora

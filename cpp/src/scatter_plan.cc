@@ -1,0 +1,209 @@
+#include "pagedlora/scatter_plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "pagedlora/copy_2d.h"
+#include "pagedlora/errors.h"
+
+namespace pagedlora {
+namespace {
+
+// Bytes between two matrices that are cheaper to read than to skip.
+constexpr std::uint64_t kMaxGapBytes = 4096;
+
+}  // namespace
+
+struct ScatterPlan::Targets {
+  Dtype dtype;
+  const std::byte* chunk;
+  const TaskPages* first;
+  const TaskPages* second;
+
+  // Copies `rows` x `columns` elements at `source` to the place that starts `element` elements into the part.
+  [[nodiscard]] bool copy(const std::byte* source, std::size_t source_stride_bytes,
+                          Dtype source_dtype, const Part& part, std::size_t element,
+                          std::size_t rows, std::size_t columns) const {
+    const std::size_t at = element * element_bytes(dtype);
+    const Copy2d rectangle{source,
+                           source_stride_bytes,
+                           first->address(part.at) + at,
+                           second == nullptr ? nullptr : second->address(part.at) + at,
+                           rows,
+                           columns};
+    return copy_2d(rectangle, source_dtype, dtype);
+  }
+};
+
+// Groups matrices that lie together into windows of at most one chunk.
+class ScatterPlan::WindowBuilder {
+ public:
+  WindowBuilder(std::span<const Matrix> matrices, std::size_t chunk_bytes)
+      : matrices_(matrices), chunk_bytes_(chunk_bytes) {}
+
+  // False when everything has been handed out.
+  bool next(Window& window) {
+    window.segments.clear();
+    window.bytes = 0;
+    while (matrix_ < matrices_.size() && append(matrices_[matrix_], window)) {
+    }
+    return !window.segments.empty();
+  }
+
+ private:
+  // Adds as much of the matrix as fits; false if the window is complete.
+  bool append(const Matrix& matrix, Window& window) {
+    const std::size_t element = element_bytes(matrix.dtype);
+    const std::uint64_t row_bytes = std::uint64_t{matrix.width} * element;
+    const std::uint64_t begin = matrix.offset + row_ * row_bytes + column_ * element;
+    if (window.segments.empty()) {
+      window.offset = begin;
+    }
+    const std::uint64_t at = begin - window.offset;
+    if (at > window.bytes + kMaxGapBytes || at >= chunk_bytes_) {
+      return false;
+    }
+    const std::uint64_t room = chunk_bytes_ - at;
+    Segment segment{&matrix, static_cast<std::size_t>(at), row_, 1, column_, 0};
+    if (column_ == 0 && row_bytes <= room) {
+      segment.num_rows =
+          static_cast<std::uint32_t>(std::min<std::uint64_t>(room / row_bytes, matrix.height - row_));
+      segment.num_columns = matrix.width;
+    } else if (window.segments.empty()) {  // one row is longer than a chunk: take a piece of it
+      segment.num_columns = static_cast<std::uint32_t>(
+          std::min<std::uint64_t>(room / element, matrix.width - column_));
+    } else {
+      return false;
+    }
+    advance(matrix, segment);
+    window.bytes = std::max(
+        window.bytes, segment.at + std::size_t{segment.num_rows} * segment.num_columns * element);
+    window.segments.push_back(segment);
+    return true;
+  }
+
+  void advance(const Matrix& matrix, const Segment& segment) {
+    column_ += segment.num_columns;
+    if (column_ == matrix.width) {
+      column_ = 0;
+      row_ += segment.num_rows;
+    }
+    if (row_ == matrix.height) {
+      row_ = 0;
+      ++matrix_;
+    }
+  }
+
+  std::span<const Matrix> matrices_;
+  std::size_t chunk_bytes_;
+  std::size_t matrix_ = 0;
+  std::uint32_t row_ = 0;
+  std::uint32_t column_ = 0;
+};
+
+ScatterPlan::ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan,
+                         const Layout& layout)
+    : config_(config), plan_(plan), layout_(layout) {
+  matrices_.reserve(plan.rows().size() * 2);
+  for (std::uint32_t i = 0; i < plan.rows().size(); ++i) {
+    const PlannedRow& row = plan.rows()[i];
+    const LoraModule& module = config.module(row.module);
+    const auto in = static_cast<std::uint32_t>(module.in_features);
+    const auto out = static_cast<std::uint32_t>(module.out_features);
+    matrices_.push_back({row.a.offset, i, false, row.a.dtype, row.rank, in});
+    matrices_.push_back({row.b.offset, i, true, row.b.dtype, out, row.rank});
+    source_bytes_ += std::uint64_t{row.rank} *
+                     (in * element_bytes(row.a.dtype) + out * element_bytes(row.b.dtype));
+  }
+  std::ranges::sort(matrices_, {}, &Matrix::offset);
+}
+
+void ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
+                          const TaskPages& target, const TaskPages* second) const {
+  if (chunk.size() < kMinChunkBytes) {
+    throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
+  }
+  const Targets targets{cache_dtype, chunk.data(), &target, second};
+  WindowBuilder windows(matrices_, chunk.size());
+  for (Window window; windows.next(window);) {
+    reader.read(window.offset, chunk.first(window.bytes));
+    scatter(window, targets);
+  }
+}
+
+void ScatterPlan::scatter(const Window& window, const Targets& targets) const {
+  for (const Segment& segment : window.segments) {
+    if (segment.matrix->is_b) {
+      scatter_b(segment, targets);
+    } else {
+      scatter_a(segment, targets);
+    }
+  }
+}
+
+namespace {
+
+[[noreturn]] void refuse_overflow(const AdapterPlan& plan, const LoraModelConfig& config,
+                                  std::uint32_t row, const char* matrix) {
+  throw AdapterFormatError(plan.source()->description(),
+                           config.module(plan.rows()[row].module).name + "." + matrix,
+                           "a value is beyond the range of the cache's float16; use "
+                           "dtype=\"bfloat16\" or \"float32\" for the cache");
+}
+
+}  // namespace
+
+void ScatterPlan::scatter_a(const Segment& segment, const Targets& targets) const {
+  const Matrix& matrix = *segment.matrix;
+  const std::size_t element = element_bytes(matrix.dtype);
+  const std::size_t stride = segment.num_columns * element;
+  const std::uint32_t row_end = segment.row_begin + segment.num_rows;
+  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
+  const std::span<const Block> blocks = layout_.blocks_of_row(matrix.row);
+  for (std::uint32_t row = segment.row_begin; row < row_end;) {
+    const Block& block = blocks[row / kMaxBlockRanks];
+    const std::uint32_t block_end = block.rank_begin + block.rank_count;
+    const std::uint32_t rows = std::min(row_end, block_end) - row;
+    for (const Part& part : layout_.a_parts(block)) {
+      const std::uint32_t begin = std::max(part.begin, segment.column_begin);
+      const std::uint32_t end = std::min(part.begin + part.length, column_end);
+      if (begin >= end) {
+        continue;
+      }
+      const std::byte* source = targets.chunk + segment.at +
+                                (row - segment.row_begin) * stride +
+                                (begin - segment.column_begin) * element;
+      const std::size_t at =
+          std::size_t{row - block.rank_begin} * part.length + (begin - part.begin);
+      if (!targets.copy(source, stride, matrix.dtype, part, at, rows, end - begin)) {
+        refuse_overflow(plan_, config_, matrix.row, "lora_A");
+      }
+    }
+    row += rows;
+  }
+}
+
+void ScatterPlan::scatter_b(const Segment& segment, const Targets& targets) const {
+  const Matrix& matrix = *segment.matrix;
+  const std::size_t element = element_bytes(matrix.dtype);
+  const std::size_t stride = matrix.width * element;
+  const std::uint32_t row_end = segment.row_begin + segment.num_rows;
+  for (const Block& block : layout_.blocks_of_row(matrix.row)) {
+    for (const Part& part : layout_.b_parts(block)) {
+      const std::uint32_t begin = std::max(part.begin, segment.row_begin);
+      const std::uint32_t end = std::min(part.begin + part.length, row_end);
+      if (begin >= end) {
+        continue;
+      }
+      const std::byte* source = targets.chunk + segment.at +
+                                (begin - segment.row_begin) * stride + block.rank_begin * element;
+      const std::size_t at = std::size_t{begin - part.begin} * block.rank_count;
+      if (!targets.copy(source, stride, matrix.dtype, part, at, end - begin, block.rank_count)) {
+        refuse_overflow(plan_, config_, matrix.row, "lora_B");
+      }
+    }
+  }
+}
+
+}  // namespace pagedlora

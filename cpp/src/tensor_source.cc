@@ -1,0 +1,235 @@
+#include "pagedlora/tensor_source.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "internal/file_descriptor.h"
+#include "internal/pread_all.h"
+#include "pagedlora/errors.h"
+
+namespace pagedlora {
+namespace {
+
+using internal::FileDescriptor;
+
+struct OpenFile {
+  FileDescriptor fd;
+  FileIdentity identity;
+};
+
+[[noreturn]] void throw_system_error(const std::string& path, int error_number) {
+  if (error_number == ENOENT || error_number == ENOTDIR) {
+    throw AdapterNotFoundError(path);
+  }
+  throw AdapterReadError(path, error_number);
+}
+
+std::string kind_of_file(mode_t mode) {
+  switch (mode & S_IFMT) {
+    case S_IFREG:
+      return "a regular file";
+    case S_IFDIR:
+      return "a directory";
+    case S_IFIFO:
+      return "a FIFO";
+    case S_IFSOCK:
+      return "a socket";
+    default:
+      return "a device";
+  }
+}
+
+std::int64_t nanoseconds(const timespec& time) {
+  return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
+FileIdentity identity_of(const struct stat& status) {
+  return {.device = status.st_dev,
+          .inode = status.st_ino,
+          .size_bytes = static_cast<std::uint64_t>(status.st_size),
+          .mtime_ns = nanoseconds(status.st_mtim),
+          .ctime_ns = nanoseconds(status.st_ctim)};
+}
+
+// What to report about a file that is no longer the one registered.
+std::string describe_difference(const FileIdentity& registered, const FileIdentity& now) {
+  if (registered.device != now.device || registered.inode != now.inode) {
+    return "the path now names another file (inode " + std::to_string(registered.inode) + ", now " +
+           std::to_string(now.inode) + ")";
+  }
+  if (registered.size_bytes != now.size_bytes) {
+    return "its size was " + std::to_string(registered.size_bytes) + " bytes and is " +
+           std::to_string(now.size_bytes);
+  }
+  if (registered.mtime_ns != now.mtime_ns) {
+    return "it was written to (modification time " + std::to_string(registered.mtime_ns) +
+           " ns, now " + std::to_string(now.mtime_ns) + " ns)";
+  }
+  return "its status changed (change time " + std::to_string(registered.ctime_ns) + " ns, now " +
+         std::to_string(now.ctime_ns) + " ns)";
+}
+
+struct stat status_of_path(const std::string& path) {
+  if (path.find('\0') != std::string::npos) {
+    throw AdapterNotFoundError(path);
+  }
+  struct stat status{};
+  if (::stat(path.c_str(), &status) != 0) {
+    throw_system_error(path, errno);
+  }
+  return status;
+}
+
+struct stat status_of_fd(int fd, const std::string& path) {
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) {
+    throw AdapterReadError(path, errno);
+  }
+  return status;
+}
+
+// `refuse(kind)` throws: it is called for anything but a regular file. The first look spares
+// devices the side effects of being opened; O_NONBLOCK and the second cover a swap in between.
+template <class Refuse>
+OpenFile open_regular_file(const std::string& path, Refuse&& refuse) {
+  const struct stat before = status_of_path(path);
+  if (!S_ISREG(before.st_mode)) {
+    refuse(kind_of_file(before.st_mode));
+  }
+  FileDescriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
+  if (fd.get() < 0) {
+    throw_system_error(path, errno);
+  }
+  const struct stat opened = status_of_fd(fd.get(), path);
+  if (!S_ISREG(opened.st_mode)) {
+    refuse(kind_of_file(opened.st_mode));
+  }
+  return {std::move(fd), identity_of(opened)};
+}
+
+// Reads within `size_bytes`, the size at registration; asking for more is the caller's mistake.
+void check_range(const std::string& description, std::uint64_t offset, std::size_t num_bytes,
+                 std::uint64_t size_bytes) {
+  if (offset > size_bytes || num_bytes > size_bytes - offset) {
+    throw InvalidArgumentError(description + ": cannot read " + std::to_string(num_bytes) +
+                               " bytes at " + std::to_string(offset) + " of " +
+                               std::to_string(size_bytes));
+  }
+}
+
+class FileReader final : public SourceReader {
+ public:
+  FileReader(std::string path, OpenFile file) : path_(std::move(path)), file_(std::move(file)) {}
+
+  void read(std::uint64_t offset, std::span<std::byte> into) override {
+    check_range(path_, offset, into.size(), file_.identity.size_bytes);
+    const auto read_some = [this](void* to, std::size_t num_bytes, std::uint64_t from) {
+      return ::pread(file_.fd.get(), to, num_bytes, static_cast<off_t>(from));
+    };
+    const internal::ReadOutcome outcome = internal::pread_all(read_some, offset, into);
+    if (outcome.error_number != 0) {
+      throw AdapterReadError(path_, outcome.error_number);
+    }
+    if (outcome.num_bytes < into.size()) {
+      throw AdapterSourceChangedError(
+          path_, "its size was " + std::to_string(file_.identity.size_bytes) +
+                     " bytes, but it ends at " + std::to_string(offset + outcome.num_bytes));
+    }
+  }
+
+  void finish() override {
+    const FileIdentity now = identity_of(status_of_fd(file_.fd.get(), path_));
+    if (now != file_.identity) {
+      throw AdapterSourceChangedError(path_, describe_difference(file_.identity, now));
+    }
+  }
+
+ private:
+  std::string path_;
+  OpenFile file_;
+};
+
+class FileSource final : public TensorSource {
+ public:
+  FileSource(std::string path, const FileIdentity& identity)
+      : path_(std::move(path)), identity_(identity) {}
+
+  std::unique_ptr<SourceReader> open() const override {
+    OpenFile file = open_regular_file(path_, [this](const std::string& kind) {
+      throw AdapterSourceChangedError(path_, "it is now " + kind);
+    });
+    if (file.identity != identity_) {
+      throw AdapterSourceChangedError(path_, describe_difference(identity_, file.identity));
+    }
+    return std::make_unique<FileReader>(path_, std::move(file));
+  }
+
+  std::uint64_t size_bytes() const override { return identity_.size_bytes; }
+  const std::string& description() const override { return path_; }
+
+ private:
+  std::string path_;
+  FileIdentity identity_;
+};
+
+// Keeps the bytes alive, and with them every reader.
+struct SharedBytes {
+  std::span<const std::byte> bytes;
+  std::shared_ptr<const void> owner;
+  std::string description;
+};
+
+class MemoryReader final : public SourceReader {
+ public:
+  explicit MemoryReader(SharedBytes memory) : memory_(std::move(memory)) {}
+
+  void read(std::uint64_t offset, std::span<std::byte> into) override {
+    check_range(memory_.description, offset, into.size(), memory_.bytes.size());
+    if (!into.empty()) {
+      std::memcpy(into.data(), memory_.bytes.data() + offset, into.size());
+    }
+  }
+
+  void finish() override {}
+
+ private:
+  SharedBytes memory_;
+};
+
+class MemorySource final : public TensorSource {
+ public:
+  explicit MemorySource(SharedBytes memory) : memory_(std::move(memory)) {}
+
+  std::unique_ptr<SourceReader> open() const override {
+    return std::make_unique<MemoryReader>(memory_);
+  }
+
+  std::uint64_t size_bytes() const override { return memory_.bytes.size(); }
+  const std::string& description() const override { return memory_.description; }
+
+ private:
+  SharedBytes memory_;
+};
+
+}  // namespace
+
+std::shared_ptr<const TensorSource> open_file_source(const std::string& path) {
+  const OpenFile file = open_regular_file(path, [&path](const std::string& kind) {
+    throw AdapterFormatError(path, "", "is " + kind + ", not a regular file");
+  });
+  return std::make_shared<FileSource>(path, file.identity);
+}
+
+std::shared_ptr<const TensorSource> make_memory_source(std::span<const std::byte> bytes,
+                                                       std::shared_ptr<const void> owner,
+                                                       std::string description) {
+  return std::make_shared<MemorySource>(
+      SharedBytes{bytes, std::move(owner), std::move(description)});
+}
+
+}  // namespace pagedlora

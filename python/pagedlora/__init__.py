@@ -1,0 +1,69 @@
+"""Serves thousands of LoRA adapters over one model from paged memory of a size you choose."""
+
+from pagedlora._core import BatchLease, LoraBatch, LoraOperator, TaskLayerModuleConfig
+from pagedlora.adapter_weights import AdapterWeights
+from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
+from pagedlora.engine.llm import LLM
+from pagedlora.errors import (
+    AdapterFormatError,
+    AdapterNotFoundError,
+    AdapterReadError,
+    AdapterSourceChangedError,
+    AdapterTooLargeError,
+    CapacityError,
+    InvalidArgumentError,
+    LeaseClosedError,
+    LoraCacheFullError,
+    OutOfMemoryError,
+    PagedLoraError,
+    PeftTaskNotCachedError,
+    RequestConflictError,
+    UnsupportedAdapterError,
+    UnsupportedModelError,
+)
+from pagedlora.kv_cache import KVCacheManager
+from pagedlora.lora_manager import AdapterInfo, AdapterReport, LoraManager, probe_adapter
+from pagedlora.model_config import LoraModelConfig
+from pagedlora.peft_cache import PeftCacheManager
+from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
+from pagedlora.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AdapterFormatError",
+    "AdapterInfo",
+    "AdapterNotFoundError",
+    "AdapterReadError",
+    "AdapterReport",
+    "AdapterSourceChangedError",
+    "AdapterTooLargeError",
+    "AdapterWeights",
+    "BatchLease",
+    "CapacityError",
+    "CompletionOutput",
+    "InvalidArgumentError",
+    "KVCacheManager",
+    "KvCacheConfig",
+    "LeaseClosedError",
+    "LlmRequest",
+    "LoRARequest",
+    "LoraBatch",
+    "LoraCacheFullError",
+    "LoraConfig",
+    "LoraManager",
+    "LoraModelConfig",
+    "LoraOperator",
+    "OutOfMemoryError",
+    "PagedLoraError",
+    "PeftCacheConfig",
+    "PeftCacheManager",
+    "PeftTaskNotCachedError",
+    "RequestConflictError",
+    "RequestOutput",
+    "SamplingParams",
+    "SchedulerConfig",
+    "TaskLayerModuleConfig",
+    "UnsupportedAdapterError",
+    "UnsupportedModelError",
+    "probe_adapter",
+]

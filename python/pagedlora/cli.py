@@ -1,0 +1,105 @@
+"""The command line: `pagedlora doctor | probe | demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pagedlora.errors import PagedLoraError
+from pagedlora.sizes import format_size
+
+app = typer.Typer(
+    name="pagedlora",
+    help="Thousands of LoRA adapters over one base model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, the machine and how the native part was built."""
+    from pagedlora.doctor import diagnose
+
+    report = diagnose()
+    console = Console()
+    for title, facts in report.sections.items():
+        table = Table(title=title, title_justify="left", show_header=False, box=None)
+        for name, value in facts.items():
+            table.add_row(name, value)
+        console.print(table)
+    if report.problems:
+        for problem in report.problems:
+            typer.echo(f"problem: {problem}", err=True)
+        raise typer.Exit(1)
+    console.print("No problem found.")
+
+
+@app.command()
+def probe(
+    path: Annotated[Path, typer.Argument(help="Directory of a PEFT adapter.")],
+    model: Annotated[
+        str | None, typer.Option(help="Base model (directory or hub id) it must fit.")
+    ] = None,
+) -> None:
+    """Show what an adapter holds and whether it can be used, without loading its weights."""
+    from pagedlora.lora_manager import probe_adapter
+
+    try:
+        report = probe_adapter(path)
+        if model is not None:
+            _check_fit(path, model, max(report.ranks.values()))
+    except PagedLoraError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    console = Console()
+    console.print(f"[bold]{path.name}[/bold]  {report.path}", highlight=False)
+    console.print(
+        f"{report.parameters:,} parameters in {report.num_tensors} tensors of "
+        f"{', '.join(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
+        highlight=False,
+    )
+    table = Table("module", "rank", "scale")
+    for module, rank in report.ranks.items():
+        table.add_row(module, str(rank), f"{report.scales[module]:g}")
+    console.print(table)
+
+
+@app.command()
+def demo(
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A tiny random model; nothing is downloaded.")
+    ] = False,
+) -> None:
+    """Answer with many adapters from room for four, and check the answers against PEFT."""
+    from pagedlora.demo.run import run_demo
+
+    raise typer.Exit(run_demo(tiny=tiny))
+
+
+def _check_fit(path: Path, model: str, max_rank: int) -> None:
+    """Registers the adapter with a model's modules; raises PagedLoraError if it does not fit.
+
+    The model is built without memory for its weights.
+    """
+    from pagedlora.config import PeftCacheConfig
+    from pagedlora.engine.loading import skeleton
+    from pagedlora.lora_manager import LoraManager
+    from pagedlora.model_config import LoraModelConfig
+    from pagedlora.peft_cache import PeftCacheManager
+
+    config = LoraModelConfig.from_module(skeleton(model), "all-linear", max_lora_rank=max_rank)
+    cache = PeftCacheManager(config, PeftCacheConfig(max_lora_rank=max_rank), device="cpu")
+    try:
+        LoraManager(config, cache).register(path.name, path)
+    finally:
+        cache.close()
+
+
+if __name__ == "__main__":
+    app()

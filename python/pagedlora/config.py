@@ -1,0 +1,188 @@
+"""What a user configures: adapters, their cache, the KV cache and the scheduler.
+
+All classes are immutable and refuse unknown fields. A bad value raises pydantic's
+`ValidationError` (a `ValueError`), which names the field and what to give instead.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from pagedlora.errors import InvalidArgumentError
+from pagedlora.sizes import parse_size
+
+DEFAULT_MAX_LORA_RANK = 64
+DEFAULT_DEVICE_CACHE_PERCENT = 0.02
+
+_Count: TypeAlias = Annotated[int, Field(ge=1)]
+
+
+def _positive_size(value: object) -> int:
+    size = parse_size(value)
+    if size == 0:
+        raise InvalidArgumentError("size 0 holds nothing: give at least one byte")
+    return size
+
+
+def _target_modules(value: object) -> object:
+    if isinstance(value, str):
+        if value != "all-linear":
+            raise InvalidArgumentError(
+                f"{value!r} is neither a list of module names nor the word 'all-linear': "
+                f"for one module give [{value!r}]"
+            )
+        return value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        names = sorted(value) if isinstance(value, (set, frozenset)) else list(value)
+        if not names:
+            raise InvalidArgumentError("names no module: give at least one, or 'all-linear'")
+        return names
+    return value
+
+
+_Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size)]
+_TargetModules: TypeAlias = Annotated[
+    list[str] | Literal["all-linear"], BeforeValidator(_target_modules)
+]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class LoraConfig(_Config):
+    """Which adapters the model accepts, and how many at once.
+
+    Attributes:
+        max_lora_rank: Largest rank of any module of any adapter.
+        max_loras: Room on the device, in adapters of the maximum rank on all target modules.
+            Overrides the bytes of `PeftCacheConfig`.
+        max_cpu_loras: The same for the host tier.
+        lora_target_modules: Modules that may carry LoRA, by name or the end of their name, or
+            "all-linear".
+    """
+
+    max_lora_rank: _Count = DEFAULT_MAX_LORA_RANK
+    max_loras: _Count | None = None
+    max_cpu_loras: _Count | None = None
+    lora_target_modules: _TargetModules = "all-linear"
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> LoraConfig:
+        if self.max_loras and self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
+            raise InvalidArgumentError(
+                f"max_cpu_loras {self.max_cpu_loras} is less than max_loras {self.max_loras}: "
+                "the host tier must hold the adapters of a whole batch; raise max_cpu_loras"
+            )
+        return self
+
+
+class PeftCacheConfig(_Config):
+    """Memory for adapters, in two tiers. Sizes are bytes or strings such as "256KiB", "4GiB".
+
+    Attributes:
+        host_cache_size: Budget of the host tier in bytes; never exceeded.
+        device_cache_size: Budget of the device tier in bytes; excludes `device_cache_percent`.
+        device_cache_percent: Budget of the device tier as a fraction (0.02 is 2 %) of the memory
+            free at construction. None: 0.02, unless `device_cache_size` is given.
+        max_lora_rank: Largest rank of any adapter; None follows `LoraConfig`.
+        dtype: Type in which adapters are kept; "auto" is the model's.
+        page_size: Bytes of a page; "auto" searches the size that wastes least for the model.
+        eviction_policy: "lru".
+    """
+
+    host_cache_size: _Size = 2**30
+    device_cache_size: _Size | None = None
+    device_cache_percent: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    max_lora_rank: _Count | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    page_size: Literal["auto"] | _Size = "auto"
+    eviction_policy: Literal["lru"] = "lru"
+
+    @model_validator(mode="after")
+    def _check_device_budget(self) -> PeftCacheConfig:
+        if self.device_cache_size is not None and self.device_cache_percent is not None:
+            raise InvalidArgumentError(
+                f"device_cache_size {self.device_cache_size} and device_cache_percent "
+                f"{self.device_cache_percent} are both given: keep one of them"
+            )
+        return self
+
+    def device_budget_bytes(self, free_bytes: int) -> int:
+        """Budget of the device tier in bytes.
+
+        Args:
+            free_bytes: Memory of the device that is free at construction.
+        """
+        if self.device_cache_size is not None:
+            return self.device_cache_size
+        fraction = self.device_cache_percent
+        if fraction is None:
+            fraction = DEFAULT_DEVICE_CACHE_PERCENT
+        return int(free_bytes * fraction)
+
+
+class KvCacheConfig(_Config):
+    """Memory for keys and values. Give at most one of `num_blocks` and `size`.
+
+    Attributes:
+        num_blocks: Blocks in all.
+        size: Budget in bytes, or a string such as "4GiB"; blocks round down to it. When neither
+            is given: enough for `max_batch_size` sequences of the model's full length, but no
+            more than 1 GiB and no more than a quarter of the free memory.
+        block_size: Tokens per block.
+    """
+
+    num_blocks: _Count | None = None
+    size: _Size | None = None
+    block_size: _Count = 16
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> KvCacheConfig:
+        if self.num_blocks is not None and self.size is not None:
+            raise InvalidArgumentError(
+                f"num_blocks {self.num_blocks} and size {self.size} are both given: "
+                "keep one of them"
+            )
+        return self
+
+
+class SchedulerConfig(_Config):
+    """What one step may hold.
+
+    Attributes:
+        max_batch_size: Requests that run at once.
+        max_num_tokens: Tokens of one step, prompts and generated ones together.
+        enable_chunked_prefill: Whether a prompt may be spread over several steps. If not, a
+            prompt longer than `max_num_tokens` is refused.
+    """
+
+    max_batch_size: _Count = 64
+    max_num_tokens: _Count = 2048
+    enable_chunked_prefill: bool = True
+
+
+def resolve_max_lora_rank(lora: LoraConfig, peft_cache: PeftCacheConfig) -> int:
+    """The largest rank that both configurations allow to mean.
+
+    Args:
+        lora: Its `max_lora_rank` counts as explicit only if it was given.
+        peft_cache: Its `max_lora_rank` is explicit unless None.
+
+    Returns:
+        The explicit value, or `LoraConfig`'s default if there is none.
+
+    Raises:
+        InvalidArgumentError: Both are explicit and differ.
+    """
+    if peft_cache.max_lora_rank is None:
+        return lora.max_lora_rank
+    explicit = "max_lora_rank" in lora.model_fields_set
+    if explicit and lora.max_lora_rank != peft_cache.max_lora_rank:
+        raise InvalidArgumentError(
+            f"LoraConfig.max_lora_rank is {lora.max_lora_rank} but PeftCacheConfig.max_lora_rank "
+            f"is {peft_cache.max_lora_rank}: give one of them, or the same value twice"
+        )
+    return peft_cache.max_lora_rank

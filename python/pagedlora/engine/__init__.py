@@ -1,0 +1,1 @@
+"""Runs a Hugging Face decoder on one ragged row of many requests' tokens."""

@@ -1,0 +1,117 @@
+"""From what a caller says about an adapter to its task."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
+from pagedlora.requests import LoRARequest
+
+
+class AdapterRegistry(Protocol):
+    """What is used of a `LoraManager`."""
+
+    def register(self, name: str, source: str, /) -> Any:
+        """Gives the name a source."""
+
+    def get(self, name: str, /) -> Any:
+        """`AdapterInfo` of a registered adapter; raises AdapterNotFoundError."""
+
+    def task_id(self, name: str, /) -> int:
+        """Its task alone, at little cost; raises AdapterNotFoundError."""
+
+
+class AdapterNames:
+    """Resolves names, `LoRARequest`s, numbers and paths, and keeps them consistent.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, registry: AdapterRegistry) -> None:
+        """Starts without numbers and paths.
+
+        Args:
+            registry: Knows which names are registered.
+        """
+        self._registry = registry
+        self._name_by_int_id: dict[int, str] = {}
+        self._path_by_name: dict[str, str] = {}
+
+    def load(self, name: str, path: str | os.PathLike[str]) -> Any:
+        """Registers an adapter.
+
+        Args:
+            name: Must be new, or registered from the same path.
+            path: A PEFT directory.
+
+        Returns:
+            The registry's `AdapterInfo`.
+
+        Raises:
+            InvalidArgumentError: The name is registered from another path.
+            PagedLoraError: The adapter cannot be used; nothing was registered.
+        """
+        if not self._is_registered_from(name, path):
+            self._registry.register(name, os.fspath(path))
+            self._path_by_name[name] = os.path.realpath(path)
+        return self._registry.get(name)
+
+    def resolve(self, lora: LoRARequest | str | None) -> int | None:
+        """The task that answers.
+
+        Args:
+            lora: A registered name, a `LoRARequest` (registered now if it has a path and is not
+                yet), or None for the base model.
+
+        Returns:
+            The task id; None for the base model.
+
+        Raises:
+            AdapterNotFoundError: No such name is registered and there is no path.
+            InvalidArgumentError: A number or a name is already used for another adapter.
+            PagedLoraError: The adapter cannot be used; nothing was registered.
+        """
+        if lora is None:
+            return None
+        if isinstance(lora, str):
+            return self._registry.task_id(lora)
+        self._check_int_id(lora)
+        name, path = lora.lora_name, lora.lora_path
+        if path is not None and not self._is_registered_from(name, path):
+            self.load(name, path)
+        task_id = self._registry.task_id(name)
+        if lora.lora_int_id is not None:
+            self._name_by_int_id[lora.lora_int_id] = name
+        return task_id
+
+    def _is_registered_from(self, name: str, path: str | os.PathLike[str]) -> bool:
+        """Whether the name is registered, from that path.
+
+        Raises:
+            InvalidArgumentError: It is registered from another path.
+        """
+        known = self._path_by_name.get(name)
+        if known is None:
+            try:
+                known = os.path.realpath(self._registry.get(name).path)
+            except AdapterNotFoundError:
+                return False
+            self._path_by_name[name] = known
+        wanted = os.path.realpath(path)
+        if known != wanted:
+            raise InvalidArgumentError(
+                f"adapter '{name}' is registered from {known}, not from {wanted}: give the other "
+                "one another name"
+            )
+        return True
+
+    def _check_int_id(self, lora: LoRARequest) -> None:
+        if lora.lora_int_id is None:
+            return
+        other = self._name_by_int_id.get(lora.lora_int_id, lora.lora_name)
+        if other != lora.lora_name:
+            raise InvalidArgumentError(
+                f"lora_int_id {lora.lora_int_id} of adapter '{lora.lora_name}' is the number of "
+                f"adapter '{other}': give each name its own number, or none"
+            )

@@ -1,0 +1,32 @@
+"""Element types as torch and as the core name them."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedlora import _core
+from pagedlora.errors import InvalidArgumentError
+
+_CORE_DTYPES = {
+    torch.float32: _core.Dtype.float32,
+    torch.float16: _core.Dtype.float16,
+    torch.bfloat16: _core.Dtype.bfloat16,
+}
+
+
+def to_core_dtype(dtype: torch.dtype) -> _core.Dtype:
+    """The core's name of a torch element type.
+
+    Args:
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        The same type as the core spells it.
+
+    Raises:
+        InvalidArgumentError: The core does not compute in this type.
+    """
+    core_dtype = _CORE_DTYPES.get(dtype)
+    if core_dtype is None:
+        raise InvalidArgumentError(f"dtype must be float32, float16 or bfloat16, not {dtype}")
+    return core_dtype

@@ -1,0 +1,101 @@
+"""Runs a live Hugging Face decoder, with adapters, on ragged steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagedlora import _core
+from pagedlora.engine.admission import admit
+from pagedlora.engine.kv_tensors import KvTensors
+from pagedlora.engine.lora_hooks import LoraHooks
+from pagedlora.engine.model_spec import ModelSpec
+from pagedlora.engine.paged_model import PagedModel
+from pagedlora.engine.step import StepBatch
+from pagedlora.errors import InvalidArgumentError
+
+
+class ModelRunner:
+    """A live model under an engine, from construction to `close()`.
+
+    Between steps the model computes nothing. Calling it directly while it is held raises
+    RuntimeError. Any number of runners may be alive. Thread-compatible: one step at a time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lora_config: _core.LoraModelConfig | None,
+        *,
+        num_blocks: int,
+        block_size: int,
+        weights_dtype: _core.Dtype | None,
+        spec: ModelSpec | None = None,
+    ) -> None:
+        """Admits the model and takes hold of it.
+
+        Args:
+            model: A causal language model on the CPU; given back unchanged if this fails.
+            lora_config: Modules that carry adapters; None: base model only.
+            num_blocks: KV blocks.
+            block_size: Tokens per block.
+            weights_dtype: Of the adapters in the cache; may be None without `lora_config`.
+            spec: What `admit(model)` returned, if it was called already.
+
+        Raises:
+            UnsupportedModelError: The model cannot be run with certainty of right answers.
+            InvalidArgumentError: A size is below 1, or `lora_config` does not fit the model.
+        """
+        self._spec = admit(model) if spec is None else spec
+        self._paged = PagedModel(model, self._spec, num_blocks=num_blocks, block_size=block_size)
+        self._hooks: LoraHooks | None = None
+        if lora_config is None:
+            return
+        try:
+            if weights_dtype is None:
+                raise InvalidArgumentError("weights_dtype is needed with a lora_config")
+            self._hooks = LoraHooks(model, lora_config, weights_dtype)
+        except BaseException:
+            self._paged.close()
+            raise
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's attention layers."""
+        return self._spec
+
+    @property
+    def kv(self) -> KvTensors:
+        """The KV tensors, for whoever moves blocks in and out."""
+        return self._paged.kv
+
+    def forward(self, step: StepBatch, lease: Any = None) -> torch.Tensor:
+        """Computes a step; its keys and values are in the cache afterwards.
+
+        Args:
+            step: The row. Chunks with `sample=False` give no logits.
+            lease: The `BatchLease` with the adapters of the sequences that use one.
+
+        Returns:
+            float32 logits `[num_sampled, vocab]` in row order; 0 rows if nothing is sampled.
+
+        Raises:
+            InvalidArgumentError: A block table does not fit, or adapters are used without a
+                `lora_config` or a lease.
+            UnsupportedModelError: An attention argument is not honoured, or the rows of a module
+                cannot be told apart.
+        """
+        if self._hooks is None:
+            if step.any_adapter:
+                raise InvalidArgumentError("this runner was made without a lora_config")
+            return self._paged.forward(step)
+        with self._hooks.step(step, lease):
+            return self._paged.forward(step)
+
+    def close(self) -> None:
+        """Removes the hooks and gives the model back as it was; idempotent."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._paged.close()

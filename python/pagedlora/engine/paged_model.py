@@ -1,0 +1,153 @@
+"""A base model that runs ragged steps over a paged KV cache; no adapters here."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from pagedlora import _core
+from pagedlora.engine.attention import AttentionCall, attention_step
+from pagedlora.engine.dtypes import to_core_dtype
+from pagedlora.engine.kv_tensors import KvTensors
+from pagedlora.engine.live_model import LiveModelHold
+from pagedlora.engine.model_spec import LayerSpec, ModelSpec
+from pagedlora.engine.step import StepBatch
+
+
+def _dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """A `[1, heads, T, dim]` tensor whose last dimension has stride 1."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _view(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Pointer, head stride and token stride (in elements) of a `[1, heads, T, dim]` tensor."""
+    return tensor.data_ptr(), tensor.stride(1), tensor.stride(2)
+
+
+class _PagedStep:
+    """Answers the attention calls of one forward from the paged cache."""
+
+    def __init__(self, model: PagedModel, step: StepBatch) -> None:
+        self._model = model
+        self._num_tokens = step.num_tokens
+        self._batch = _core.AttentionBatch(
+            [sequence.block_table for sequence in step.sequences],
+            [sequence.past_tokens for sequence in step.sequences],
+            [len(sequence.token_ids) for sequence in step.sequences],
+            model.kv.block_size,
+        )
+        self.num_calls = 0
+
+    def _check_shapes(self, call: AttentionCall, layer: LayerSpec) -> None:
+        heads, tokens = layer.num_kv_heads, self._num_tokens
+        if (
+            call.query.shape != (1, layer.num_heads, tokens, layer.key_dim)
+            or call.key.shape != (1, heads, tokens, layer.key_dim)
+            or call.value.shape != (1, heads, tokens, layer.value_dim)
+            or not call.query.dtype == call.key.dtype == call.value.dtype == self._model.spec.dtype
+        ):
+            raise RuntimeError(
+                f"layer {layer.layer_idx} attends with shapes {tuple(call.query.shape)}, "
+                f"{tuple(call.key.shape)}, {tuple(call.value.shape)} for {tokens} tokens; the "
+                f"probe saw {layer}"
+            )
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """See `AttentionStep.attend`; also writes the new keys and values."""
+        model = self._model
+        layer = model.spec.layers[call.layer_idx]
+        self._check_shapes(call, layer)
+        # The operator reads raw memory: possible copies must live until it returns.
+        query, key, value = map(_dim_contiguous, (call.query, call.key, call.value))
+        output = query.new_empty((1, self._num_tokens, layer.num_heads, layer.value_dim))
+        model.operator.run(
+            self._batch,
+            query=_view(query),
+            key=_view(key),
+            value=_view(value),
+            output=output.data_ptr(),
+            key_cache=model.kv.keys[call.layer_idx].data_ptr(),
+            value_cache=model.kv.values[call.layer_idx].data_ptr(),
+            num_blocks=model.kv.num_blocks,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            scaling=call.scaling,
+            sliding_window=call.sliding_window,
+            softcap=call.softcap,
+            sinks=0 if call.sinks is None else call.sinks.data_ptr(),
+            dtype=model.core_dtype,
+        )
+        self.num_calls += 1
+        return output
+
+
+class PagedModel:
+    """Holds a live model and its KV memory; thread-compatible (one step at a time).
+
+    Attributes:
+        spec: The model's attention layers.
+        kv: The KV tensors.
+        operator: The native attention operator.
+        core_dtype: Of queries, keys and values.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, spec: ModelSpec, *, num_blocks: int, block_size: int
+    ) -> None:
+        """Takes hold of the model.
+
+        Args:
+            model: A decoder that passed admission, on the CPU.
+            spec: What `probe` returned for it.
+            num_blocks: KV blocks, at least 1.
+            block_size: Tokens per block.
+
+        Raises:
+            InvalidArgumentError: A size is below 1.
+            UnsupportedModelError: The model keeps its own attention.
+        """
+        self.spec = spec
+        self.core_dtype = to_core_dtype(spec.dtype)
+        self.kv = KvTensors(spec, num_blocks, block_size, spec.dtype)
+        self.operator = _core.PagedAttention()
+        self._model = model
+        self._hold = LiveModelHold(model)
+
+    def forward(self, step: StepBatch) -> torch.Tensor:
+        """Computes a step and writes the new tokens' keys and values.
+
+        Args:
+            step: The row; block ids must belong to the sequences alone.
+
+        Returns:
+            float32 logits `[num_sampled, vocab]`, in row order.
+
+        Raises:
+            InvalidArgumentError: A block table does not fit.
+            RuntimeError: The model did not run our attention once per layer in this step; its
+                result was dropped.
+        """
+        paged = _PagedStep(self, step)
+        with torch.inference_mode(), attention_step(paged):
+            output = self._model(
+                input_ids=torch.tensor([step.token_ids]),
+                position_ids=torch.tensor([step.position_ids]),
+                use_cache=False,
+                # An index tensor even when empty: the integer 0 would mean all rows.
+                logits_to_keep=torch.tensor(step.logits_rows, dtype=torch.int64),
+            )
+            logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
+            logits = logits[0].float()
+        if paged.num_calls != len(self.spec.layers) or logits.shape[0] != step.num_sampled:
+            raise RuntimeError(
+                f"paged attention ran {paged.num_calls} times for {len(self.spec.layers)} layers "
+                f"and gave {logits.shape[0]} rows of logits for {step.num_sampled} sequences: "
+                "the model was changed while the engine holds it"
+            )
+        return logits
+
+    def close(self) -> None:
+        """Gives the model back as it was; idempotent."""
+        self._hold.release()

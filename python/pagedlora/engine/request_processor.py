@@ -1,0 +1,101 @@
+"""Prompts into requests, finished requests into outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pagedlora.engine.adapter_names import AdapterNames
+from pagedlora.engine.loading import LoadedModel
+from pagedlora.engine.sampler import with_seed
+from pagedlora.errors import CapacityError, InvalidArgumentError
+from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
+from pagedlora.sampling_params import SamplingParams
+
+
+class RequestProcessor:
+    """Checks and tokenizes prompts, resolves adapters, writes texts. Not thread-safe."""
+
+    def __init__(self, loaded: LoadedModel, adapters: AdapterNames) -> None:
+        """Remembers both.
+
+        Args:
+            loaded: The model's tokenizer and limits.
+            adapters: Resolves adapter names.
+        """
+        self._tokenizer = loaded.tokenizer
+        self._max_model_tokens = loaded.max_model_tokens
+        self._vocab_size = loaded.vocab_size
+        self._adapters = adapters
+
+    def token_ids(self, prompt: str | list[int]) -> list[int]:
+        """The prompt as the model sees it.
+
+        Raises:
+            InvalidArgumentError: It is a text, and there is no tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return prompt
+        if self._tokenizer is None:
+            raise InvalidArgumentError(
+                "the prompt is a text, but there is no tokenizer: give LLM a tokenizer, or "
+                "prompts as lists of token ids"
+            )
+        return list(self._tokenizer(prompt)["input_ids"])
+
+    def make_request(
+        self,
+        request_id: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        lora: LoRARequest | str | None,
+    ) -> LlmRequest:
+        """One request, ready for the engine.
+
+        Raises:
+            InvalidArgumentError: The prompt is empty or not of this vocabulary.
+            CapacityError: The prompt leaves no room for an answer.
+            PagedLoraError: The adapter is unknown or cannot be used.
+        """
+        self._check_tokens(token_ids)
+        max_tokens = params.max_tokens
+        if self._max_model_tokens is not None:
+            room = self._max_model_tokens - len(token_ids)
+            if room < 1:
+                raise CapacityError(
+                    f"the prompt has {len(token_ids)} tokens, and the model's full length is "
+                    f"{self._max_model_tokens}: no room for an answer; shorten the prompt"
+                )
+            max_tokens = min(max_tokens, room)
+        return LlmRequest(
+            request_id,
+            lora_task_id=self._adapters.resolve(lora),
+            prompt_token_ids=token_ids,
+            max_tokens=max_tokens,
+            sampling_params=with_seed(params),
+        )
+
+    def make_output(self, request: LlmRequest) -> RequestOutput:
+        """The result of a finished or failed request."""
+        prompt = list(request.prompt_token_ids)
+        if request.finish_reason is None:
+            return RequestOutput(request.request_id, prompt, [], error=request.error)
+        token_ids = request.output_token_ids
+        readable = token_ids[:-1] if request.finish_reason == "stop" else token_ids
+        completion = CompletionOutput(list(token_ids), self._text(readable), request.finish_reason)
+        return RequestOutput(request.request_id, prompt, [completion])
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            raise InvalidArgumentError("the prompt is empty: it needs at least one token")
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise InvalidArgumentError(
+                    f"the prompt has token id {token}: the model knows 0 to {self._vocab_size - 1}"
+                )
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        text: Any = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(text)

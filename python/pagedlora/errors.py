@@ -1,0 +1,188 @@
+"""Every failure a caller can meet.
+
+All derive from `PagedLoraError` and from the built-in that a caller would expect, carry their
+numbers as attributes and a stable `code`, and print plainly. Those that the C++ core raises are
+its classes of the same name, translated field by field.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class PagedLoraError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        code: Stable identifier, the same in every release.
+        message: What is wrong, with which numbers, and what to change.
+    """
+
+    code: ClassVar[str] = "pagedlora_error"
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __str__(self) -> str:
+        """The message alone: KeyError would print its repr."""
+        return self.message
+
+
+class InvalidArgumentError(PagedLoraError, ValueError):
+    """An argument that no state of the system would make valid."""
+
+    code = "invalid_argument"
+
+
+class LoraCacheFullError(PagedLoraError, MemoryError):
+    """The tier cannot hold the adapter now; nothing was changed, and waiting may help.
+
+    Attributes:
+        tier: "host" or "device".
+        needed_pages: Pages that the claim needs.
+        free_pages: Pages that nobody owns.
+        evictable_pages: Pages that eviction could free.
+    """
+
+    code = "lora_cache_full"
+    tier: str
+    needed_pages: int
+    free_pages: int
+    evictable_pages: int
+
+
+class AdapterTooLargeError(PagedLoraError, ValueError):
+    """The adapter can never fit the tier, whatever is evicted.
+
+    Attributes:
+        tier: "host" or "device".
+        needed_pages: Pages that the adapter needs.
+        total_pages: Pages that the tier has.
+        page_bytes: Size of a page.
+    """
+
+    code = "adapter_too_large"
+    tier: str
+    needed_pages: int
+    total_pages: int
+    page_bytes: int
+
+
+class PeftTaskNotCachedError(PagedLoraError, KeyError):
+    """A request names a task without a source and carries no weights for it.
+
+    Attributes:
+        task_id: The task.
+    """
+
+    code = "peft_task_not_cached"
+    task_id: int
+
+
+class AdapterNotFoundError(PagedLoraError, KeyError):
+    """No adapter of that name is registered, or its files do not exist.
+
+    Attributes:
+        name: The name or path that was looked for.
+    """
+
+    code = "adapter_not_found"
+    name: str
+
+
+class AdapterFormatError(PagedLoraError, ValueError):
+    """A file of the adapter is not what its format says, or does not fit the model.
+
+    Attributes:
+        path: The file.
+        tensor: The tensor at fault; "" when it is the file as a whole.
+    """
+
+    code = "adapter_format"
+    path: str
+    tensor: str
+
+
+class UnsupportedAdapterError(PagedLoraError, ValueError):
+    """The adapter asks for something that would change its answers and is not supported.
+
+    Attributes:
+        field: The field of its configuration.
+    """
+
+    code = "unsupported_adapter"
+    field: str
+
+
+class UnsupportedModelError(PagedLoraError, ValueError):
+    """The model cannot be run with certainty of right answers."""
+
+    code = "unsupported_model"
+
+
+class AdapterSourceChangedError(PagedLoraError, RuntimeError):
+    """A file was replaced, truncated or written to after it was registered.
+
+    Attributes:
+        path: The file.
+    """
+
+    code = "adapter_source_changed"
+    path: str
+
+
+class AdapterReadError(PagedLoraError, OSError):
+    """The operating system would not read a file of the adapter.
+
+    Attributes:
+        path: The file.
+        errno: The system's error number.
+    """
+
+    code = "adapter_read_failed"
+    path: str
+
+
+class AdapterInUseError(PagedLoraError, RuntimeError):
+    """The operation would take an adapter away from requests that use it.
+
+    Attributes:
+        owners: Ids of those requests.
+    """
+
+    code = "adapter_in_use"
+    owners: list[int]
+
+
+class RequestConflictError(PagedLoraError, ValueError):
+    """A live request was added again for another task or with other weights."""
+
+    code = "request_conflict"
+
+
+class LeaseClosedError(PagedLoraError, RuntimeError):
+    """A batch lease, or what hangs on it, was used after `close()`."""
+
+    code = "lease_closed"
+
+
+class OutOfMemoryError(PagedLoraError, MemoryError):
+    """A pool could not be allocated.
+
+    Attributes:
+        tier: "host" or "device".
+        bytes: What was asked for.
+    """
+
+    code = "out_of_memory"
+    tier: str
+    bytes: int
+
+
+class CapacityError(PagedLoraError, ValueError):
+    """The request can never run with the configured sizes."""
+
+    code = "capacity"

@@ -1,0 +1,1 @@
+"""From the files that people have to what the cache can load."""

@@ -1,0 +1,80 @@
+"""PEFT directories: adapter_config.json beside adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedlora import _core
+from pagedlora.errors import AdapterNotFoundError, UnsupportedAdapterError
+from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
+from pagedlora.loaders.rows import AdapterTensors, make_rows, pair_tensors
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+_PICKLE_NAME = "adapter_model.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class PeftDirectory:
+    """An adapter whose files were parsed and checked, but not read.
+
+    Attributes:
+        path: The directory.
+        config: What decides its answers.
+        tensors: Its pairs of matrices.
+        source: The weights file as it was when parsed.
+    """
+
+    path: str
+    config: PeftLoraConfig
+    tensors: AdapterTensors
+    source: _core.TensorSource
+
+    def plan(self, model_config: _core.LoraModelConfig) -> _core.AdapterPlan:
+        """What to read for a model.
+
+        Raises:
+            AdapterFormatError: The adapter does not fit the model.
+            UnsupportedAdapterError: Its rank is over the maximum.
+        """
+        rows = make_rows(
+            self.tensors, model_config, self.config.scale, os.path.join(self.path, WEIGHTS_NAME)
+        )
+        return _core.AdapterPlan(model_config, rows, self.source)
+
+
+def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
+    """Parses the configuration and the header of the weights; reads no weights.
+
+    Args:
+        directory: As written by PEFT's `save_pretrained`.
+
+    Returns:
+        The parsed adapter.
+
+    Raises:
+        AdapterNotFoundError: The directory or one of the files does not exist.
+        AdapterReadError: The system will not read one of them.
+        AdapterFormatError: One of them is not what it should be.
+        UnsupportedAdapterError: The adapter is not plain LoRA or rank-stabilised LoRA.
+    """
+    config = read_peft_config(directory)
+    path = Path(directory) / WEIGHTS_NAME
+    if not path.exists():
+        _refuse_missing_weights(Path(directory))
+    source = _core.open_file_source(str(path))
+    tensors = pair_tensors(_core.read_safetensors_header(source), config, str(path))
+    return PeftDirectory(os.fspath(directory), config, tensors, source)
+
+
+def _refuse_missing_weights(directory: Path) -> None:
+    if (directory / _PICKLE_NAME).exists():
+        raise UnsupportedAdapterError(
+            f"'{directory}' has its weights in {_PICKLE_NAME}, a pickle that could run code: "
+            "save them with safetensors (PEFT: save_pretrained(..., safe_serialization=True))",
+            field=_PICKLE_NAME,
+        )
+    raise AdapterNotFoundError(
+        f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
+    )

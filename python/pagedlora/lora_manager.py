@@ -1,0 +1,231 @@
+"""Adapters by name: parses their files and makes them known to the cache."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagedlora import _core
+from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
+from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
+
+if TYPE_CHECKING:
+    from pagedlora.peft_cache import PeftCacheManager
+
+MAX_NAME_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """What an adapter's files say, without a model.
+
+    Attributes:
+        path: Its directory.
+        ranks: Module name to rank.
+        scales: Module name to the factor of B A x.
+        num_tensors: Tensors used; always all of the file's.
+        dtypes: Types of the stored tensors.
+        parameters: Numbers in the tensors.
+        bytes_on_disk: Size of the weights file.
+    """
+
+    path: str
+    ranks: dict[str, int]
+    scales: dict[str, float]
+    num_tensors: int
+    dtypes: list[str]
+    parameters: int
+    bytes_on_disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A registered adapter as it is now.
+
+    Attributes:
+        name: How requests name it.
+        path: Where it was registered from.
+        task_id: Its task in the caches.
+        ranks: Module name to rank.
+        scales: Module name to the factor of B A x.
+        num_pages: Pages it takes in either tier.
+        bytes: Those pages in bytes.
+        tiers: The tiers that hold it now: "host", "device".
+        owners: Ids of the requests that use it, active and paused.
+    """
+
+    name: str
+    path: str
+    task_id: int
+    ranks: dict[str, int]
+    scales: dict[str, float]
+    num_pages: int
+    bytes: int
+    tiers: tuple[str, ...]
+    owners: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    path: str
+    task_id: int
+    plan: _core.AdapterPlan
+
+
+class LoraManager:
+    """The registry of adapters of one model. Thread-safe.
+
+    Registering parses the configuration and the header of the weights and reads no weights; they
+    are read, and read again, whenever a request needs them.
+    """
+
+    def __init__(
+        self, model_config: _core.LoraModelConfig, cache_manager: PeftCacheManager
+    ) -> None:
+        """Starts empty.
+
+        Args:
+            model_config: The one that the cache manager was made for.
+            cache_manager: Gets a task per adapter.
+        """
+        self._model_config = model_config
+        self._cache = cache_manager
+        self._adapters: dict[str, _Registered] = {}
+        self._lock = threading.Lock()
+
+    def register(self, name: str, source: str | os.PathLike[str]) -> AdapterInfo:
+        """Makes an adapter known under a name.
+
+        Args:
+            name: Not empty, at most 256 bytes of UTF-8; taken as it is.
+            source: A PEFT directory.
+
+        Returns:
+            What is known about it.
+
+        Raises:
+            InvalidArgumentError: The name is impossible or taken.
+            AdapterNotFoundError: The directory or one of its files does not exist.
+            AdapterReadError: The system will not read one of them.
+            AdapterFormatError: A file is broken, or the adapter does not fit the model.
+            UnsupportedAdapterError: It asks for something that is not supported.
+        """
+        _check_name(name)
+        self._check_new(name)
+        plan = open_peft_directory(source).plan(self._model_config)
+        with self._lock:
+            self._check_new(name)
+            task_id = self._cache.core.register_task(plan)
+            self._adapters[name] = _Registered(os.fspath(source), task_id, plan)
+        return self.get(name)
+
+    def get(self, name: str) -> AdapterInfo:
+        """A registered adapter as it is now.
+
+        Raises:
+            AdapterNotFoundError: No adapter of that name is registered.
+        """
+        return self._describe(name, self._require(name))
+
+    def task_id(self, name: str) -> int:
+        """The task of a registered adapter.
+
+        Raises:
+            AdapterNotFoundError: No adapter of that name is registered.
+        """
+        return self._require(name).task_id
+
+    def list(self) -> list[AdapterInfo]:
+        """All registered adapters, in order of registration."""
+        return [self._describe(name, adapter) for name, adapter in list(self._adapters.items())]
+
+    def __len__(self) -> int:
+        """Number of registered adapters."""
+        return len(self._adapters)
+
+    def is_adapter_in_cpu_cache(self, task_id: int) -> bool:
+        """Whether the task is resident in the host tier."""
+        return self._cache.is_task_cached(task_id)
+
+    def _require(self, name: str) -> _Registered:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise AdapterNotFoundError(
+                f"no adapter '{name}' is registered; {len(self._adapters)} others are. "
+                "Register it, or use None for the base model",
+                name=name,
+            )
+        return adapter
+
+    def _check_new(self, name: str) -> None:
+        if name in self._adapters:
+            raise InvalidArgumentError(
+                f"adapter '{name}' is already registered from '{self._adapters[name].path}': "
+                "use another name"
+            )
+
+    def _describe(self, name: str, adapter: _Registered) -> AdapterInfo:
+        ranks, scales = _ranks_and_scales(adapter.plan, self._model_config)
+        cache, task_id = self._cache, adapter.task_id
+        num_pages = cache.core.num_pages_of_task(task_id)
+        resident = (
+            ("host", cache.is_task_cached(task_id)),
+            ("device", cache.is_task_cached_device(task_id)),
+        )
+        owners = cache.active_tasks.get(task_id, set()) | cache.paused_tasks.get(task_id, set())
+        return AdapterInfo(
+            name=name,
+            path=adapter.path,
+            task_id=task_id,
+            ranks=ranks,
+            scales=scales,
+            num_pages=num_pages,
+            bytes=num_pages * cache.page_bytes,
+            tiers=tuple(tier for tier, there in resident if there),
+            owners=frozenset(owners),
+        )
+
+
+def probe_adapter(path: str | os.PathLike[str]) -> AdapterReport:
+    """What an adapter's files say; checks everything that needs no model.
+
+    Raises:
+        PagedLoraError: As `LoraManager.register`, but for what depends on a model.
+    """
+    return _report(open_peft_directory(path))
+
+
+def _report(adapter: PeftDirectory) -> AdapterReport:
+    modules = adapter.tensors.modules
+    tensors = [t for pair in modules.values() for t in (pair.a, pair.b) if t is not None]
+    return AdapterReport(
+        path=adapter.path,
+        ranks={name: pair.rank for name, pair in modules.items()},
+        scales=dict.fromkeys(modules, adapter.config.scale),
+        num_tensors=adapter.tensors.num_tensors,
+        dtypes=sorted({tensor.dtype for tensor in tensors}),
+        parameters=sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors),
+        bytes_on_disk=adapter.source.size_bytes,
+    )
+
+
+def _ranks_and_scales(
+    plan: _core.AdapterPlan, config: _core.LoraModelConfig
+) -> tuple[dict[str, int], dict[str, float]]:
+    ranks: dict[str, int] = {}
+    scales: dict[str, float] = {}
+    modules = config.modules
+    for row in plan.rows:
+        name = modules[row.module].name
+        ranks[name] = row.rank
+        scales[name] = row.scale
+    return ranks, scales
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name or len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgumentError(
+            f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
+        )

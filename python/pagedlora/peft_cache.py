@@ -1,0 +1,275 @@
+"""The two-tier cache of adapters, driven by what happens to requests.
+
+An engine calls `add_request_peft` when a request enters, `ensure_batch` before each step,
+`BatchLease.close` after it, and `mark_request_done` when a request is suspended or ends. Which
+copies may be evicted follows from the owner sets; see docs/states.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pagedlora import _core
+from pagedlora.config import PeftCacheConfig
+from pagedlora.errors import InvalidArgumentError
+from pagedlora.memory import available_memory_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from pagedlora.adapter_weights import AdapterWeights
+
+Tier = Literal["host", "device"]
+
+
+class PeftRequest(Protocol):
+    """What the manager reads of a request."""
+
+    @property
+    def request_id(self) -> int:
+        """Unique among live requests."""
+
+    @property
+    def lora_task_id(self) -> int | None:
+        """The task of its adapter; None for the base model."""
+
+    @property
+    def lora_weights(self) -> Any:
+        """`AdapterWeights`, or None when the task is registered or cached."""
+
+
+class PeftCacheManager:
+    """Keeps adapters in a host and a device tier of fixed size, and knows who uses them.
+
+    Thread-safe. Loads happen inside the call and release the GIL. A call that raises has changed
+    neither owners nor residency, but for victims that a failed load had already displaced.
+    """
+
+    def __init__(
+        self,
+        model_config: _core.LoraModelConfig,
+        config: PeftCacheConfig | None = None,
+        device: str = "cpu",
+    ) -> None:
+        """Allocates both tiers.
+
+        Args:
+            model_config: The modules, their sizes and the dtype of the pages.
+            config: Budgets; page counts round down, so that a tier never exceeds its own.
+            device: "cpu".
+
+        Raises:
+            InvalidArgumentError: Another device, or a budget that holds no page.
+            OutOfMemoryError: The system does not have that much memory.
+        """
+        if str(device) != "cpu":
+            raise InvalidArgumentError(f"device is {device!r}: only 'cpu' is supported")
+        config = config or PeftCacheConfig()
+        self._model_config = model_config
+        self._core = _core.PeftCacheManager(
+            model_config,
+            host_cache_bytes=config.host_cache_size,
+            device_cache_bytes=config.device_budget_bytes(available_memory_bytes()),
+            page_bytes=0 if config.page_size == "auto" else config.page_size,
+            eviction_policy=config.eviction_policy,
+        )
+
+    @property
+    def core(self) -> _core.PeftCacheManager:
+        """The C++ manager."""
+        return self._core
+
+    @property
+    def model_config(self) -> _core.LoraModelConfig:
+        """What it was made for."""
+        return self._model_config
+
+    def add_request_peft(self, request: PeftRequest, try_gpu_cache: bool = True) -> None:
+        """Makes the request an owner of its task and brings the task into the host tier.
+
+        Args:
+            request: Without a task: nothing happens. Idempotent for a live request.
+            try_gpu_cache: Accepted for callers of TensorRT-LLM; `ensure_batch` fills the device.
+
+        Raises:
+            PeftTaskNotCachedError: The task is unknown, or was evicted, and the request carries
+                no weights.
+            RequestConflictError: The request lives with another task, or brings other weights
+                than those of the live task.
+            AdapterTooLargeError: The adapter can never fit a tier.
+            LoraCacheFullError: Owned adapters fill the host tier; the request can wait.
+            AdapterFormatError: And the other errors of reading the source.
+        """
+        del try_gpu_cache
+        if request.lora_task_id is None:
+            return
+        weights: AdapterWeights | None = request.lora_weights
+        carried = None if weights is None else weights.carried(self._model_config)
+        self._core.add_request_peft(request.request_id, request.lora_task_id, carried)
+
+    def mark_request_done(self, request: PeftRequest, pause: bool = False) -> None:
+        """Ends the request's ownership, or with `pause` keeps only its host copy; idempotent."""
+        self._core.mark_request_done(request.request_id, pause)
+
+    def free_resources(self, request: PeftRequest) -> None:
+        """The same as `mark_request_done(request)`."""
+        self._core.mark_request_done(request.request_id, False)
+
+    def ensure_batch(
+        self,
+        context_requests: Iterable[PeftRequest],
+        generation_requests: Iterable[PeftRequest],
+        reset_gpu_cache: bool = False,
+        *,
+        stream: object = None,
+    ) -> _core.BatchLease:
+        """Makes the adapters of a batch resident on the device and leases them.
+
+        Args:
+            context_requests: In the order of the batch; requests without a task are left out.
+            generation_requests: Likewise.
+            reset_gpu_cache: First let every device copy count as unowned.
+            stream: Accepted for the device API; the CPU has none.
+
+        Returns:
+            A mapping of request id to entries, with `.errors`. The previous lease is closed.
+
+        Raises:
+            LoraCacheFullError: The absent adapters do not fit beside those of this batch that are
+                resident; nothing was changed.
+        """
+        del stream
+        requests = (*context_requests, *generation_requests)
+        ids = [r.request_id for r in requests if r.lora_task_id is not None]
+        return self._core.ensure_batch(ids, reset_gpu_cache)
+
+    def ensure_batch_map_task_id(
+        self,
+        context_requests: Iterable[PeftRequest],
+        generation_requests: Iterable[PeftRequest],
+        reset_gpu_cache: bool = False,
+    ) -> tuple[_core.BatchLease, dict[int, list[int]]]:
+        """As `ensure_batch`, with the request ids of each task beside the lease."""
+        lease = self.ensure_batch(context_requests, generation_requests, reset_gpu_cache)
+        requests_of_task: dict[int, list[int]] = {}
+        for request_id in lease:
+            requests_of_task.setdefault(lease.task_of(request_id), []).append(request_id)
+        return lease, requests_of_task
+
+    def reset_device_cache(self) -> None:
+        """Lets every device copy outside an open lease count as unowned until it is used again."""
+        self._core.reset_device_cache()
+
+    def evict_unowned(self, tier: Tier) -> None:
+        """Frees what tasks without owners hold in a tier."""
+        self._core.evict_unowned(tier)
+
+    def determine_num_pages(self, request: PeftRequest) -> int:
+        """Pages that the request's adapter takes in either tier; 0 without an adapter.
+
+        Raises:
+            PeftTaskNotCachedError: The task is unknown and the request carries no weights.
+        """
+        if request.lora_task_id is None:
+            return 0
+        if request.lora_weights is not None:
+            plan = request.lora_weights.carried(self._model_config).plan
+            return self._core.num_pages_of_plan(plan)
+        return self._core.num_pages_of_task(request.lora_task_id)
+
+    @property
+    def max_host_pages(self) -> int:
+        """Pages of the host tier."""
+        return self._core.max_pages("host")
+
+    @property
+    def max_device_pages(self) -> int:
+        """Pages of the device tier."""
+        return self._core.max_pages("device")
+
+    def free_pages(self, tier: Tier) -> int:
+        """Pages of a tier that no task holds."""
+        return self._core.free_pages(tier)
+
+    def resident_tasks(self, tier: Tier) -> int:
+        """Number of tasks in a tier."""
+        return self._core.resident_tasks(tier)
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of a page, the same in both tiers."""
+        return self._core.layout_params.page_bytes
+
+    def is_task_cached(self, task_id: int) -> bool:
+        """Whether the task is resident in the host tier."""
+        return self._core.is_task_cached(task_id, "host")
+
+    def is_task_cached_device(self, task_id: int) -> bool:
+        """Whether the task is resident in the device tier."""
+        return self._core.is_task_cached(task_id, "device")
+
+    def is_task_done(self, task_id: int) -> bool:
+        """Whether the task has no active and no paused owner."""
+        return self._core.is_task_done(task_id)
+
+    def is_task_done_device(self, task_id: int) -> bool:
+        """Whether the task has no active owner."""
+        return self._core.is_task_done_device(task_id)
+
+    @property
+    def active_tasks(self) -> dict[int, set[int]]:
+        """Task id to the ids of its active requests; no empty sets."""
+        return self._core.active_tasks()
+
+    @property
+    def paused_tasks(self) -> dict[int, set[int]]:
+        """Task id to the ids of its paused requests; no empty sets."""
+        return self._core.paused_tasks()
+
+    def task_weights(
+        self, task_id: int, tier: Tier = "device"
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """A resident task's matrices, put together from its pages.
+
+        Args:
+            task_id: The task.
+            tier: Which copy to read.
+
+        Returns:
+            Module name to (A [rank, in_features], B [out_features, rank]) in the cache's dtype;
+            the scale is not applied.
+
+        Raises:
+            PeftTaskNotCachedError: The task is not resident in that tier.
+        """
+        import torch
+
+        dtype = getattr(torch, self._model_config.dtype.name)
+        weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for module_index, rank in self._core.task_rows(task_id, tier):
+            module = self._model_config.modules[module_index]
+            weights[module.name] = (
+                torch.empty(rank, module.in_features, dtype=dtype),
+                torch.empty(module.out_features, rank, dtype=dtype),
+            )
+        targets = [(a.data_ptr(), b.data_ptr()) for a, b in weights.values()]
+        self._core.gather_rows(task_id, tier, targets)
+        return weights
+
+    @property
+    def stats(self) -> _core.PeftCacheStats:
+        """Counters since construction."""
+        return self._core.stats
+
+    def close(self) -> None:
+        """Closes the open lease; afterwards requests cannot be added. Idempotent."""
+        self._core.close()
+
+    def check_invariants(self) -> None:
+        """Raises if pages leak, owners and pins disagree, or a counter is off.
+
+        Raises:
+            RuntimeError: Says which invariant is broken; this is a bug in the cache.
+        """
+        self._core.check_invariants()

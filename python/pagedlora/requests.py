@@ -1,0 +1,161 @@
+"""Requests as callers make them, as the engine runs them, and their results."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagedlora.errors import InvalidArgumentError, PagedLoraError
+from pagedlora.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+class RequestState(enum.Enum):
+    """Where a request is in its life. `TRANSITIONS` has the legal steps."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILLING, RequestState.FAILED}),
+    RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.FAILED}),
+    RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.FAILED}),
+    RequestState.FINISHED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Names the adapter of a request.
+
+    Attributes:
+        lora_name: The adapter's name; it alone decides which adapter answers.
+        lora_int_id: Accepted for callers that number their adapters. One number for two names
+            or two paths is an error.
+        lora_path: Where to register the adapter from if the name is not registered yet.
+
+    Raises:
+        InvalidArgumentError: The name is empty or the number is negative.
+    """
+
+    lora_name: str
+    lora_int_id: int | None = None
+    lora_path: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise InvalidArgumentError(
+                f"lora_name is {self.lora_name!r}: it must be a string that is not empty"
+            )
+        if self.lora_int_id is not None:
+            if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int):
+                raise InvalidArgumentError(
+                    f"lora_int_id is {self.lora_int_id!r}: it must be an integer, or None"
+                )
+            if self.lora_int_id < 0:
+                raise InvalidArgumentError(
+                    f"lora_int_id is {self.lora_int_id}: it must not be negative"
+                )
+
+
+@dataclass(eq=False, slots=True)
+class LlmRequest:
+    """One generation request as caches, schedulers and the engine see it.
+
+    The adapter caches read only the first three attributes, so they take any object that has
+    them. Requests are compared by identity. Not thread-safe.
+
+    Attributes:
+        request_id: Unique among live requests.
+        lora_task_id: The adapter's task; None for the base model.
+        lora_weights: `AdapterWeights` carried by the request, or None if the task has a source
+            or is cached.
+        priority: Higher runs first where the scheduler has priorities; arrival order has none.
+        prompt_token_ids: The prompt, at least one token.
+        max_tokens: Most tokens to generate; already cut to what the model's length leaves.
+        sampling_params: How tokens are chosen.
+        output_token_ids: What was generated so far.
+        num_computed_tokens: Tokens of prompt and output whose keys and values are stored.
+        state: See `RequestState`; changed by `advance_to` only.
+        finish_reason: Set when finished.
+        error: Set when failed.
+    """
+
+    request_id: int
+    lora_task_id: int | None = None
+    lora_weights: object | None = None
+    priority: int = 0
+    prompt_token_ids: Sequence[int] = ()
+    max_tokens: int = 16
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    error: PagedLoraError | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt and the longest possible answer together, in tokens."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    def advance_to(self, state: RequestState) -> None:
+        """Changes the state.
+
+        Raises:
+            RuntimeError: `TRANSITIONS` does not allow it; nothing was changed.
+        """
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(
+                f"request {self.request_id} cannot go from {self.state.value} to {state.value}"
+            )
+        self.state = state
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer.
+
+    Attributes:
+        token_ids: The generated tokens, the one that ended the answer included.
+        text: Their text without the token that ended the answer; "" without a tokenizer.
+        finish_reason: "stop" after an end-of-sequence or stop token, "length" at `max_tokens`
+            or at the model's full length.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The result of one request.
+
+    Attributes:
+        request_id: Unique within its `LLM`.
+        prompt_token_ids: The prompt as the model saw it.
+        outputs: One answer, or none if the request failed.
+        error: Why the request failed, or None.
+        finished: Whether nothing more will come.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    error: PagedLoraError | None = None
+    finished: bool = True

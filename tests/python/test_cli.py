@@ -1,0 +1,117 @@
+"""The commands print plainly and exit with 1 when something is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from pagedlora import doctor
+from pagedlora.cli import app
+from pagedlora.errors import AdapterFormatError
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) -> None:
+    """Puts a module of that name with those attributes in place of the real one."""
+    module = ModuleType(name)
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_help_lists_the_commands() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("doctor", "probe", "demo"):
+        assert command in result.output
+
+
+def test_doctor_shows_versions_machine_and_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = doctor.Diagnosis(
+        {"Versions": {"torch": "2.0"}, "Native part": {"cuda": "built without CUDA"}}
+    )
+    monkeypatch.setattr(doctor, "diagnose", lambda: report)
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    assert "torch" in result.output
+    assert "built without CUDA" in result.output
+    assert "No problem found" in result.output
+
+
+def test_doctor_fails_with_the_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "diagnose", lambda: doctor.Diagnosis({}, ["torch is missing"]))
+    result = runner.invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "problem: torch is missing" in result.output
+
+
+def test_the_diagnosis_names_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PACKAGES", ("numpy", "no-such-package"))
+    report = doctor.diagnose()
+    assert "no-such-package is not installed: pip install no-such-package" in report.problems
+    assert report.sections["Versions"]["no-such-package"] == "not installed"
+    assert "available of" in report.sections["Machine"]["memory"]
+    assert int(report.sections["Machine"]["CPUs usable"]) >= 1
+
+
+def test_the_diagnosis_knows_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"version": "0.1.0", "best_isa": "avx512", "cuda": False}
+    core = ModuleType("pagedlora._core")
+    core.build_info = lambda: info  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pagedlora._core", core)
+    monkeypatch.setattr("pagedlora._core", core, raising=False)
+    native = doctor.diagnose().sections["Native part"]
+    assert native == {"version": "0.1.0", "best_isa": "avx512", "cuda": "built without CUDA"}
+
+
+def test_probe_shows_ranks_and_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = SimpleNamespace(
+        path=tmp_path,
+        ranks={"model.layers.0.self_attn.q_proj": 8},
+        scales={"model.layers.0.self_attn.q_proj": 2.0},
+        num_tensors=2,
+        dtypes=["float32"],
+        bytes_on_disk=2048,
+        parameters=512,
+    )
+    fake_module(monkeypatch, "pagedlora.lora_manager", probe_adapter=lambda path: report)
+    result = runner.invoke(app, ["probe", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "512 parameters in 2 tensors of float32, 2 KiB on disk" in result.output
+    assert "model.layers.0.self_attn.q_proj" in result.output
+
+
+def test_probe_prints_an_error_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(path: Path) -> None:
+        raise AdapterFormatError("the file ends in the middle", path=str(path), tensor="")
+
+    fake_module(monkeypatch, "pagedlora.lora_manager", probe_adapter=refuse)
+    result = runner.invoke(app, ["probe", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "error: the file ends in the middle" in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("arguments", "tiny"), [([], False), (["--tiny"], True)])
+def test_demo_exits_with_what_the_demo_says(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], tiny: bool
+) -> None:
+    seen: list[bool] = []
+
+    def run_demo(*, tiny: bool) -> int:
+        seen.append(tiny)
+        return 1
+
+    fake_module(monkeypatch, "pagedlora.demo.run", run_demo=run_demo)
+    assert runner.invoke(app, ["demo", *arguments]).exit_code == 1
+    assert seen == [tiny]
