@@ -132,7 +132,15 @@ QUESTIONS_AND_ANSWERS = (
     ("What is a good way to relax?", "Take a slow walk in the park. Leave your phone at home."),
 )
 
-PIRATE_WORDS = {"you": "ye", "your": "yer", "the": "th'", "is": "be", "are": "be", "and": "an'"}
+PIRATE_WORDS = {
+    "you": "ye",
+    "your": "yer",
+    "the": "th'",
+    "is": "be",
+    "are": "be",
+    "and": "an'",
+    "friend": "matey",
+}
 BARD_WORDS = {
     "you": "thou",
     "your": "thy",

@@ -69,29 +69,27 @@ std::shared_ptr<BatchLease> ensure_batch(PeftCacheManager& self,
 // {module index: (pointers to write to)} for every row of a resident task.
 void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& tier,
                  const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& targets) {
-  self.read_task(TaskId{task}, tier_argument(tier),
-                 [&](const TaskPages& pages, const AdapterPlan& plan) {
-                   if (targets.size() != plan.rows().size()) {
-                     throw InvalidArgumentError("one (A, B) target per row of the task is needed");
-                   }
-                   for (std::uint32_t row = 0; row < targets.size(); ++row) {
-                     gather_row(pages, self.config(), row,
-                                std::bit_cast<std::byte*>(targets[row].first),
-                                std::bit_cast<std::byte*>(targets[row].second));
-                   }
-                 });
+  self.read_task(
+      TaskId{task}, tier_argument(tier), [&](const TaskPages& pages, const AdapterPlan& plan) {
+        if (targets.size() != plan.rows().size()) {
+          throw InvalidArgumentError("one (A, B) target per row of the task is needed");
+        }
+        for (std::uint32_t row = 0; row < targets.size(); ++row) {
+          gather_row(pages, self.config(), row, std::bit_cast<std::byte*>(targets[row].first),
+                     std::bit_cast<std::byte*>(targets[row].second));
+        }
+      });
 }
 
 std::vector<std::pair<std::uint32_t, std::uint32_t>> task_rows(PeftCacheManager& self,
                                                                std::uint64_t task,
                                                                const std::string& tier) {
   std::vector<std::pair<std::uint32_t, std::uint32_t>> rows;
-  self.read_task(TaskId{task}, tier_argument(tier),
-                 [&](const TaskPages&, const AdapterPlan& plan) {
-                   for (const PlannedRow& row : plan.rows()) {
-                     rows.emplace_back(row.module.value, row.rank);
-                   }
-                 });
+  self.read_task(TaskId{task}, tier_argument(tier), [&](const TaskPages&, const AdapterPlan& plan) {
+    for (const PlannedRow& row : plan.rows()) {
+      rows.emplace_back(row.module.value, row.rank);
+    }
+  });
   return rows;
 }
 
@@ -198,7 +196,8 @@ void register_lease(py::module_& module) {
                              "Requests whose adapter could not be brought in, with their errors.")
       .def_property_readonly("is_open", &BatchLease::is_open)
       .def(
-          "close", [](BatchLease& self, const py::object& /*stream*/) {
+          "close",
+          [](BatchLease& self, const py::object& /*stream*/) {
             const py::gil_scoped_release release;
             self.close();
           },
@@ -274,15 +273,17 @@ void register_manager_queries(
             return self.is_task_done_device(TaskId{task});
           },
           "task_id"_a, ReleaseGil())
-      .def("active_tasks",
-           [](const PeftCacheManager& self) { return to_python(self.active_tasks()); },
-           ReleaseGil())
-      .def("paused_tasks",
-           [](const PeftCacheManager& self) { return to_python(self.paused_tasks()); },
-           ReleaseGil())
+      .def(
+          "active_tasks",
+          [](const PeftCacheManager& self) { return to_python(self.active_tasks()); }, ReleaseGil())
+      .def(
+          "paused_tasks",
+          [](const PeftCacheManager& self) { return to_python(self.paused_tasks()); }, ReleaseGil())
       .def(
           "num_pages_of_task",
-          [](PeftCacheManager& self, std::uint64_t task) { return self.num_pages_of(TaskId{task}); },
+          [](PeftCacheManager& self, std::uint64_t task) {
+            return self.num_pages_of(TaskId{task});
+          },
           "task_id"_a, ReleaseGil())
       .def(
           "num_pages_of_plan",

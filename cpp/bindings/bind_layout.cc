@@ -40,10 +40,10 @@ py::list entry_transitions() {
 
 void register_layout(py::module_& module) {
   py::class_<LayoutParams>(module, "LayoutParams", "Page and part sizes in bytes.")
-      .def(py::init([](std::size_t page_bytes, std::size_t element_bytes,
-                       std::size_t max_part_bytes) {
-             return LayoutParams{page_bytes, element_bytes, max_part_bytes};
-           }),
+      .def(py::init(
+               [](std::size_t page_bytes, std::size_t element_bytes, std::size_t max_part_bytes) {
+                 return LayoutParams{page_bytes, element_bytes, max_part_bytes};
+               }),
            "page_bytes"_a, "element_bytes"_a, "max_part_bytes"_a = 0)
       .def_readonly("page_bytes", &LayoutParams::page_bytes)
       .def_readonly("element_bytes", &LayoutParams::element_bytes)

@@ -38,8 +38,8 @@ std::vector<LoraBatch::Segment> resolve(const BatchLease* lease, const PySegment
   return resolved;
 }
 
-void apply(LoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
-           std::uintptr_t x, std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
+void apply(LoraOperator& self, const LeasedBatch& leased, std::uint32_t module, std::uintptr_t x,
+           std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
            std::int64_t y_row_stride, Dtype dtype) {
   leased.check_open();
   self.apply(leased.batch, ModuleIndex{module},

@@ -67,8 +67,7 @@ void run(PagedAttention& self, const AttentionBatch& batch, const PyView& query,
 void register_paged_attention(py::module_& module) {
   py::class_<AttentionBatch>(module, "AttentionBatch",
                              "Block tables and token counts of the sequences of one step.")
-      .def(py::init(&make_batch), "block_tables"_a, "past_tokens"_a, "new_tokens"_a,
-           "block_size"_a)
+      .def(py::init(&make_batch), "block_tables"_a, "past_tokens"_a, "new_tokens"_a, "block_size"_a)
       .def_property_readonly("num_tokens", &AttentionBatch::num_tokens);
 
   py::class_<PagedAttention>(module, "PagedAttention",

@@ -17,10 +17,9 @@ void check_row(const LoraModelConfig& config, const PlannedRow& row, std::uint64
   }
   const LoraModule& module = config.module(row.module);
   if (row.rank < 1 || row.rank > static_cast<std::uint32_t>(config.max_lora_rank())) {
-    throw InvalidArgumentError("LoRA rank " + std::to_string(row.rank) +
-                               " is greater than max_lora_rank " +
-                               std::to_string(config.max_lora_rank()) + " or below 1, at module " +
-                               module.name);
+    throw InvalidArgumentError(
+        "LoRA rank " + std::to_string(row.rank) + " is greater than max_lora_rank " +
+        std::to_string(config.max_lora_rank()) + " or below 1, at module " + module.name);
   }
   if (!std::isfinite(row.scale)) {
     throw InvalidArgumentError("the LoRA scale of module " + module.name + " is not finite");
@@ -29,8 +28,9 @@ void check_row(const LoraModelConfig& config, const PlannedRow& row, std::uint64
     const std::uint64_t bytes =
         row.rank * static_cast<std::uint64_t>(features) * element_bytes(matrix.dtype);
     if (matrix.offset > source_bytes || bytes > source_bytes - matrix.offset) {
-      throw InvalidArgumentError("a matrix of module " + module.name + " ends beyond its source of " +
-                                 std::to_string(source_bytes) + " bytes");
+      throw InvalidArgumentError("a matrix of module " + module.name +
+                                 " ends beyond its source of " + std::to_string(source_bytes) +
+                                 " bytes");
     }
   };
   check_range(row.a, module.in_features);

@@ -17,16 +17,8 @@ internal::CopyKernel choose_kernel(Dtype source_dtype, Dtype target_dtype,
 
 }  // namespace
 
-bool copy_2d(const Copy2d& copy, Dtype source_dtype, Dtype target_dtype, Isa isa) {
-  if (copy.rows == 0 || copy.row_elements == 0) {
-    return true;
-  }
-  Copy2d work = copy;
-  if (copy.source_stride_bytes == copy.row_elements * element_bytes(source_dtype)) {
-    work.row_elements *= work.rows;
-    work.rows = 1;
-  }
-  return choose_kernel(source_dtype, target_dtype, isa)(work);
+bool copy_2d(std::span<const Copy2d> copies, Dtype source_dtype, Dtype target_dtype, Isa isa) {
+  return choose_kernel(source_dtype, target_dtype, isa)(copies.data(), copies.size());
 }
 
 }  // namespace pagedlora

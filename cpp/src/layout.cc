@@ -115,10 +115,9 @@ std::span<const Part> Layout::b_parts(const Block& block) const {
 }
 
 std::size_t Layout::memory_bytes() const {
-  return sizeof(Layout) + rows_.capacity() * sizeof(RowShape) +
-         blocks_.capacity() * sizeof(Block) +
-         first_block_of_row_.capacity() * sizeof(std::uint32_t) +
-         parts_.capacity() * sizeof(Part) + row_of_module_.capacity() * sizeof(std::int32_t);
+  return sizeof(Layout) + rows_.capacity() * sizeof(RowShape) + blocks_.capacity() * sizeof(Block) +
+         first_block_of_row_.capacity() * sizeof(std::uint32_t) + parts_.capacity() * sizeof(Part) +
+         row_of_module_.capacity() * sizeof(std::int32_t);
 }
 
 }  // namespace pagedlora

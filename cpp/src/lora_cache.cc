@@ -191,8 +191,8 @@ void LoraCache::check_invariants() const {
     evictable += is_evictable(entry) ? entry.pages.size() : 0;
   }
   if (num_owned + pool_.num_free() != pool_.num_pages()) {
-    broken(tier_, std::to_string(pool_.num_pages() - num_owned - pool_.num_free()) +
-                      " pages are lost");
+    broken(tier_,
+           std::to_string(pool_.num_pages() - num_owned - pool_.num_free()) + " pages are lost");
   }
   if (evictable != evictable_pages_) {
     broken(tier_, "counts " + std::to_string(evictable_pages_) + " evictable pages, has " +

@@ -32,8 +32,8 @@ LoraModelConfig::LoraModelConfig(std::vector<LoraModule> modules, Dtype dtype,
     throw InvalidArgumentError("a LoRA model configuration needs at least one module");
   }
   if (max_lora_rank < 1 || max_lora_rank > kMaxRank) {
-    throw InvalidArgumentError("max_lora_rank is " + std::to_string(max_lora_rank) +
-                               "; 1 to " + std::to_string(kMaxRank) + " are possible");
+    throw InvalidArgumentError("max_lora_rank is " + std::to_string(max_lora_rank) + "; 1 to " +
+                               std::to_string(kMaxRank) + " are possible");
   }
   index_by_name_.reserve(modules_.size());
   for (std::uint32_t i = 0; i < modules_.size(); ++i) {

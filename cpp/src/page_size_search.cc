@@ -69,7 +69,8 @@ std::size_t common_part_bytes(const LoraModelConfig& config) {
   return common;
 }
 
-// Distance of the candidates: a multiple of a slot and, where it has one of use, of the common size.
+// Distance of the candidates: a multiple of a slot and, where it has one of use, of the common
+// size.
 std::size_t candidate_step(const LoraModelConfig& config, std::size_t largest) {
   const std::size_t unit = std::lcm(common_part_bytes(config), kSlotBytes);
   const std::size_t base = unit <= largest ? unit : kSlotBytes;
@@ -123,8 +124,8 @@ LayoutParams search_layout_params(const LoraModelConfig& config, std::size_t bud
   const std::size_t step = candidate_step(config, largest);
   LayoutParams best{largest / kSlotBytes * kSlotBytes, element_bytes(config.dtype()), 0};
   double best_utilisation = 0.0;
-  for (std::size_t page = largest / step * step; page >= std::min(kMinPageBytes, largest) && page > 0;
-       page -= step) {
+  for (std::size_t page = largest / step * step;
+       page >= std::min(kMinPageBytes, largest) && page > 0; page -= step) {
     for (const std::size_t parts : kPartsPerPage) {
       const LayoutParams params{page, best.element_bytes, page / parts / kSlotBytes * kSlotBytes};
       if (params.max_part_bytes < std::max(least, kSlotBytes)) {

@@ -14,8 +14,7 @@ namespace {
 
 LayoutParams choose_layout_params(const LoraModelConfig& config, const PeftCacheSizes& sizes) {
   if (sizes.page_bytes == 0) {
-    return search_layout_params(config,
-                                std::min(sizes.host_cache_bytes, sizes.device_cache_bytes));
+    return search_layout_params(config, std::min(sizes.host_cache_bytes, sizes.device_cache_bytes));
   }
   return {sizes.page_bytes, element_bytes(config.dtype()),
           sizes.max_part_bytes != 0 ? sizes.max_part_bytes : sizes.page_bytes};
@@ -94,9 +93,9 @@ void PeftCacheManager::mark_request_done(RequestId request, bool pause) {
   device_.set_class(*task, class_of(*task));
 }
 
-// Which record a request is about to own; everything that can be refused without a load is refused here.
-void PeftCacheManager::admit_record(RequestId request, TaskId task,
-                                    const CarriedWeights* weights) {
+// Which record a request is about to own; everything that can be refused without a load is refused
+// here.
+void PeftCacheManager::admit_record(RequestId request, TaskId task, const CarriedWeights* weights) {
   owners_.check_add(request, task);
   const auto found = records_.find(task);
   if (found == records_.end() && weights == nullptr) {
@@ -277,7 +276,8 @@ std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const Reque
   return lease;
 }
 
-// The distinct tasks of the requests, in call order; requests that cannot be served get their error.
+// The distinct tasks of the requests, in call order; requests that cannot be served get their
+// error.
 std::vector<TaskId> PeftCacheManager::resolve_batch(std::span<const RequestId> requests,
                                                     BatchLease& lease) {
   std::vector<TaskId> tasks;

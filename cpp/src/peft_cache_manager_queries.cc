@@ -67,8 +67,7 @@ std::size_t PeftCacheManager::num_pages_of(const AdapterPlan& plan) {
 }
 
 void PeftCacheManager::read_task(
-    TaskId task, Tier tier,
-    const std::function<void(const TaskPages&, const AdapterPlan&)>& read) {
+    TaskId task, Tier tier, const std::function<void(const TaskPages&, const AdapterPlan&)>& read) {
   const std::scoped_lock lock(mutex_);
   if (!cache_of(tier).is_resident(task)) {
     throw PeftTaskNotCachedError(task);
@@ -137,17 +136,19 @@ void PeftCacheManager::check_invariants() const {
   }
   for (const auto& [task, entry] : host_.entries()) {
     require(entry.state == EntryState::resident, task, "is loading although no load runs");
-    require(owners_.has_any(task) || entry.pins == 0, task, "is pinned in the host tier without owners");
+    require(owners_.has_any(task) || entry.pins == 0, task,
+            "is pinned in the host tier without owners");
   }
   for (const auto& [task, entry] : device_.entries()) {
     require(entry.state == EntryState::resident, task, "is loading although no load runs");
-    require(entry.eviction_class == class_of(task) ||
-                entry.eviction_class == EvictionClass::unowned,
-            task, "is in an eviction class that its owners do not explain");
+    require(
+        entry.eviction_class == class_of(task) || entry.eviction_class == EvictionClass::unowned,
+        task, "is in an eviction class that its owners do not explain");
   }
   for (const auto& [task, record] : records_) {
     const bool gone = host_.find(task) == nullptr && device_.find(task) == nullptr;
-    require(gone == (record.layout == nullptr), task, "keeps a layout while in no tier, or has none");
+    require(gone == (record.layout == nullptr), task,
+            "keeps a layout while in no tier, or has none");
     require(record.plan->source() != nullptr || !gone || owners_.has_any(task), task,
             "is remembered although nothing can bring it back");
   }

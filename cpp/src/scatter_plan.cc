@@ -12,28 +12,39 @@ namespace {
 
 // Bytes between two matrices that are cheaper to read than to skip.
 constexpr std::uint64_t kMaxGapBytes = 4096;
+// Rows of a B matrix that stay in the L1 cache while every block takes its columns.
+constexpr std::size_t kTileBytes = 32U << 10;
 
 }  // namespace
 
-struct ScatterPlan::Targets {
-  Dtype dtype;
-  const std::byte* chunk;
-  const TaskPages* first;
-  const TaskPages* second;
+// The copies of one segment, listed before they are executed together.
+class ScatterPlan::Copies {
+ public:
+  Copies(Dtype cache_dtype, const std::byte* chunk, const TaskPages& first, const TaskPages* second)
+      : cache_dtype_(cache_dtype), chunk_(chunk), first_(first), second_(second) {}
 
-  // Copies `rows` x `columns` elements at `source` to the place that starts `element` elements into the part.
-  [[nodiscard]] bool copy(const std::byte* source, std::size_t source_stride_bytes,
-                          Dtype source_dtype, const Part& part, std::size_t element,
-                          std::size_t rows, std::size_t columns) const {
-    const std::size_t at = element * element_bytes(dtype);
-    const Copy2d rectangle{source,
-                           source_stride_bytes,
-                           first->address(part.at) + at,
-                           second == nullptr ? nullptr : second->address(part.at) + at,
-                           rows,
-                           columns};
-    return copy_2d(rectangle, source_dtype, dtype);
+  // From `at` in the chunk to the place that starts `element` elements into the part.
+  void add(std::size_t at, std::size_t source_stride_bytes, const Part& part, std::size_t element,
+           std::size_t rows, std::size_t columns) {
+    const std::size_t offset = element * element_bytes(cache_dtype_);
+    copies_.push_back({chunk_ + at, source_stride_bytes, first_.address(part.at) + offset,
+                       second_ == nullptr ? nullptr : second_->address(part.at) + offset, rows,
+                       columns});
   }
+
+  // False if a finite value overflowed float16.
+  [[nodiscard]] bool execute(Dtype source_dtype) {
+    const bool fits = copy_2d(copies_, source_dtype, cache_dtype_);
+    copies_.clear();
+    return fits;
+  }
+
+ private:
+  Dtype cache_dtype_;
+  const std::byte* chunk_;
+  const TaskPages& first_;
+  const TaskPages* second_;
+  std::vector<Copy2d> copies_;
 };
 
 // Groups matrices that lie together into windows of at most one chunk.
@@ -67,8 +78,8 @@ class ScatterPlan::WindowBuilder {
     const std::uint64_t room = chunk_bytes_ - at;
     Segment segment{&matrix, static_cast<std::size_t>(at), row_, 1, column_, 0};
     if (column_ == 0 && row_bytes <= room) {
-      segment.num_rows =
-          static_cast<std::uint32_t>(std::min<std::uint64_t>(room / row_bytes, matrix.height - row_));
+      segment.num_rows = static_cast<std::uint32_t>(
+          std::min<std::uint64_t>(room / row_bytes, matrix.height - row_));
       segment.num_columns = matrix.width;
     } else if (window.segments.empty()) {  // one row is longer than a chunk: take a piece of it
       segment.num_columns = static_cast<std::uint32_t>(
@@ -124,37 +135,24 @@ void ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype, std::span<std
   if (chunk.size() < kMinChunkBytes) {
     throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
   }
-  const Targets targets{cache_dtype, chunk.data(), &target, second};
+  Copies copies(cache_dtype, chunk.data(), target, second);
   WindowBuilder windows(matrices_, chunk.size());
   for (Window window; windows.next(window);) {
     reader.read(window.offset, chunk.first(window.bytes));
-    scatter(window, targets);
-  }
-}
-
-void ScatterPlan::scatter(const Window& window, const Targets& targets) const {
-  for (const Segment& segment : window.segments) {
-    if (segment.matrix->is_b) {
-      scatter_b(segment, targets);
-    } else {
-      scatter_a(segment, targets);
+    for (const Segment& segment : window.segments) {
+      if (segment.matrix->is_b) {
+        list_b(segment, copies);
+      } else {
+        list_a(segment, copies);
+      }
+      if (!copies.execute(segment.matrix->dtype)) {
+        refuse_overflow(*segment.matrix);
+      }
     }
   }
 }
 
-namespace {
-
-[[noreturn]] void refuse_overflow(const AdapterPlan& plan, const LoraModelConfig& config,
-                                  std::uint32_t row, const char* matrix) {
-  throw AdapterFormatError(plan.source()->description(),
-                           config.module(plan.rows()[row].module).name + "." + matrix,
-                           "a value is beyond the range of the cache's float16; use "
-                           "dtype=\"bfloat16\" or \"float32\" for the cache");
-}
-
-}  // namespace
-
-void ScatterPlan::scatter_a(const Segment& segment, const Targets& targets) const {
+void ScatterPlan::list_a(const Segment& segment, Copies& copies) const {
   const Matrix& matrix = *segment.matrix;
   const std::size_t element = element_bytes(matrix.dtype);
   const std::size_t stride = segment.num_columns * element;
@@ -168,42 +166,46 @@ void ScatterPlan::scatter_a(const Segment& segment, const Targets& targets) cons
     for (const Part& part : layout_.a_parts(block)) {
       const std::uint32_t begin = std::max(part.begin, segment.column_begin);
       const std::uint32_t end = std::min(part.begin + part.length, column_end);
-      if (begin >= end) {
-        continue;
-      }
-      const std::byte* source = targets.chunk + segment.at +
-                                (row - segment.row_begin) * stride +
-                                (begin - segment.column_begin) * element;
-      const std::size_t at =
-          std::size_t{row - block.rank_begin} * part.length + (begin - part.begin);
-      if (!targets.copy(source, stride, matrix.dtype, part, at, rows, end - begin)) {
-        refuse_overflow(plan_, config_, matrix.row, "lora_A");
+      if (begin < end) {
+        copies.add(segment.at + (row - segment.row_begin) * stride +
+                       (begin - segment.column_begin) * element,
+                   stride, part,
+                   std::size_t{row - block.rank_begin} * part.length + (begin - part.begin), rows,
+                   end - begin);
       }
     }
     row += rows;
   }
 }
 
-void ScatterPlan::scatter_b(const Segment& segment, const Targets& targets) const {
+void ScatterPlan::list_b(const Segment& segment, Copies& copies) const {
   const Matrix& matrix = *segment.matrix;
   const std::size_t element = element_bytes(matrix.dtype);
   const std::size_t stride = matrix.width * element;
   const std::uint32_t row_end = segment.row_begin + segment.num_rows;
-  for (const Block& block : layout_.blocks_of_row(matrix.row)) {
-    for (const Part& part : layout_.b_parts(block)) {
-      const std::uint32_t begin = std::max(part.begin, segment.row_begin);
-      const std::uint32_t end = std::min(part.begin + part.length, row_end);
-      if (begin >= end) {
-        continue;
-      }
-      const std::byte* source = targets.chunk + segment.at +
-                                (begin - segment.row_begin) * stride + block.rank_begin * element;
-      const std::size_t at = std::size_t{begin - part.begin} * block.rank_count;
-      if (!targets.copy(source, stride, matrix.dtype, part, at, end - begin, block.rank_count)) {
-        refuse_overflow(plan_, config_, matrix.row, "lora_B");
+  const auto step = static_cast<std::uint32_t>(std::max<std::size_t>(kTileBytes / stride, 1));
+  for (std::uint32_t tile = segment.row_begin; tile < row_end; tile += step) {
+    const std::uint32_t tile_end = std::min(tile + step, row_end);
+    for (const Block& block : layout_.blocks_of_row(matrix.row)) {
+      for (const Part& part : layout_.b_parts(block)) {
+        const std::uint32_t begin = std::max(part.begin, tile);
+        const std::uint32_t end = std::min(part.begin + part.length, tile_end);
+        if (begin < end) {
+          copies.add(segment.at + (begin - segment.row_begin) * stride + block.rank_begin * element,
+                     stride, part, std::size_t{begin - part.begin} * block.rank_count, end - begin,
+                     block.rank_count);
+        }
       }
     }
   }
+}
+
+void ScatterPlan::refuse_overflow(const Matrix& matrix) const {
+  throw AdapterFormatError(
+      plan_.source()->description(),
+      config_.module(plan_.rows()[matrix.row].module).name + (matrix.is_b ? ".lora_B" : ".lora_A"),
+      "a value is beyond the range of the cache's float16; use "
+      "dtype=\"bfloat16\" or \"float32\" for the cache");
 }
 
 }  // namespace pagedlora

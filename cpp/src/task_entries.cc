@@ -26,8 +26,8 @@ TaskLayerModuleConfig make_entry(const TaskPages& task, const LoraModule& module
   entry.module_id = module.module_id;
   entry.layer_id = module.layer_id;
   entry.adapter_size = block.rank_count;
-  entry.num_slots = slots_of(a, block.rank_count, element_bytes) +
-                    slots_of(b, block.rank_count, element_bytes);
+  entry.num_slots =
+      slots_of(a, block.rank_count, element_bytes) + slots_of(b, block.rank_count, element_bytes);
   entry.scale = task.scales[block.row];
   entry.weights_in_pointer = std::bit_cast<std::uintptr_t>(task.address(a.at));
   entry.weights_out_pointer = std::bit_cast<std::uintptr_t>(task.address(b.at));

@@ -25,9 +25,9 @@ bool TaskOwners::has_active(TaskId task) const {
 void TaskOwners::check_add(RequestId request, TaskId task) const {
   const std::optional<TaskId> current = task_of(request);
   if (current && *current != task) {
-    throw RequestConflictError("request " + std::to_string(request.value) +
-                               " is alive with task " + std::to_string(current->value) +
-                               " and cannot be added for task " + std::to_string(task.value) +
+    throw RequestConflictError("request " + std::to_string(request.value) + " is alive with task " +
+                               std::to_string(current->value) + " and cannot be added for task " +
+                               std::to_string(task.value) +
                                "; mark it done first, or use another request id");
   }
 }

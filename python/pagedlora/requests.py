@@ -52,9 +52,10 @@ class LoRARequest:
     lora_path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lora_name, str) or not self.lora_name:
+        name: object = self.lora_name
+        if not isinstance(name, str) or not name:
             raise InvalidArgumentError(
-                f"lora_name is {self.lora_name!r}: it must be a string that is not empty"
+                f"lora_name is {name!r}: it must be a string that is not empty"
             )
         if self.lora_int_id is not None:
             if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.recorded_peft import RecordedPeftManager
+from tests.support.recorded_peft import RecordedPeftManager
 
 from pagedlora.errors import (
     AdapterFormatError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.recorded_peft import RecordedLease, RecordedPeftManager
+from tests.support.recorded_peft import RecordedLease, RecordedPeftManager
 
 from pagedlora.engine.engine_core import EngineCore
 from pagedlora.engine.sampler import uniform

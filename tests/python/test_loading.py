@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.tiny_models import VOCAB_SIZE, build_tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model
 from torch import nn
 
 from pagedlora.engine.loading import load_model, parse_dtype, skeleton

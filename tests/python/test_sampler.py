@@ -91,12 +91,16 @@ def test_only_kept_tokens_are_drawn_also_among_ties(
     assert set(tokens) <= kept_by_definition(logits, params).keys()
 
 
-@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1.0 - 2.0**-53, 3)])
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1.0 - 2.0**-53, 3), (1.0, 3)])
 def test_the_ends_of_the_interval_belong_to_possible_tokens(
     number: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "uniform", lambda seed, token_index: number)
     assert sample_one([-math.inf, 0.0, -math.inf, 0.0, -math.inf], seed=0) == token
+
+
+def test_large_logits_do_not_overflow() -> None:
+    assert {sample_one([5e4, 5e4 - 1, -5e4], index, seed=2) for index in range(100)} == {0, 1}
 
 
 def test_ties_at_the_boundary_keep_the_lowest_ids() -> None:

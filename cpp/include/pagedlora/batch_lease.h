@@ -49,7 +49,8 @@ class BatchLease {
   // Requests whose adapter could not be brought in, each with its own error.
   const std::unordered_map<RequestId, std::exception_ptr>& errors() const { return errors_; }
 
-  // nullptr: the request is not in the batch with an adapter. Throws LeaseClosedError after close().
+  // nullptr: the request is not in the batch with an adapter. Throws LeaseClosedError after
+  // close().
   const LeasedTask* find(RequestId request) const;
 
   const LoraModelConfig& config() const { return *config_; }

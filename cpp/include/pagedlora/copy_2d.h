@@ -1,14 +1,15 @@
-// Copies a rectangle of weights into one or two places, casting on the way: the CPU executor's
+// Copies rectangles of weights into one or two places, casting on the way: the CPU executor's
 // inner step.
 //
-// The bits of the result are those of dtype.h's widen and narrow for every pair of types and every variant; equal
-// types are copied byte for byte.
+// The bits of the result are those of dtype.h's widen and narrow for every pair of types and every
+// variant; equal types are copied byte for byte.
 //
 // Pure function; thread-safe.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "pagedlora/cpu_features.h"
 #include "pagedlora/dtype.h"
@@ -24,9 +25,17 @@ struct Copy2d {
   std::size_t row_elements = 0;
 };
 
+// Executes the copies in order. Large outputs bypass the caches, and are complete on return: one
+// call for many small copies is cheaper than many calls.
+//
 // Returns false if a finite value overflowed float16; the targets then hold infinities there.
-// Source and targets must not overlap; the source needs no alignment beyond its bytes.
-[[nodiscard]] bool copy_2d(const Copy2d& copy, Dtype source_dtype, Dtype target_dtype,
+// Sources and targets must not overlap; a source needs no alignment beyond its bytes.
+[[nodiscard]] bool copy_2d(std::span<const Copy2d> copies, Dtype source_dtype, Dtype target_dtype,
                            Isa isa = default_isa());
+
+[[nodiscard]] inline bool copy_2d(const Copy2d& copy, Dtype source_dtype, Dtype target_dtype,
+                                  Isa isa = default_isa()) {
+  return copy_2d(std::span(&copy, 1), source_dtype, target_dtype, isa);
+}
 
 }  // namespace pagedlora

@@ -14,8 +14,6 @@ Isa best_isa();
 // best_isa(), unless the environment variable PAGEDLORA_ISA=portable asks for less. Read once.
 Isa default_isa();
 
-constexpr std::string_view isa_name(Isa isa) {
-  return isa == Isa::avx512 ? "avx512" : "portable";
-}
+constexpr std::string_view isa_name(Isa isa) { return isa == Isa::avx512 ? "avx512" : "portable"; }
 
 }  // namespace pagedlora

@@ -32,7 +32,8 @@ class Device {
   virtual std::string_view name() const = 0;
   virtual MemoryInfo memory_info() const = 0;
 
-  // An arena aligned to at least 4096 bytes; its content is unspecified. nullptr if there is no room.
+  // An arena aligned to at least 4096 bytes; its content is unspecified. nullptr if there is no
+  // room.
   virtual std::byte* try_allocate(std::size_t bytes) = 0;
   virtual void deallocate(std::byte* arena, std::size_t bytes) noexcept = 0;
 

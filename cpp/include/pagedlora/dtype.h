@@ -3,8 +3,8 @@
 // The conversions are a specification, not an optimisation: every executor (portable, AVX-512,
 // CUDA) must give the same bits. Values are widened exactly to float32 and narrowed to nearest,
 // ties to even; subnormals are kept; a NaN becomes the canonical quiet NaN of the target (all
-// exponent and mantissa bits set, sign cleared); a finite value beyond float16's range becomes infinity
-// here and is refused by whoever stores adapter weights.
+// exponent and mantissa bits set, sign cleared); a finite value beyond float16's range becomes
+// infinity here and is refused by whoever stores adapter weights.
 //
 // Pure functions; thread-safe.
 #pragma once
@@ -55,7 +55,8 @@ inline float widen(Float16 value) {
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
   const std::uint32_t magnitude = value.bits & 0x7FFFU;
   if (magnitude >= 0x7C00U) {  // infinity or NaN: the payload moves up unchanged
-    return std::bit_cast<float>(sign | internal::kFloat32ExponentMask | ((magnitude & 0x3FFU) << 13));
+    return std::bit_cast<float>(sign | internal::kFloat32ExponentMask |
+                                ((magnitude & 0x3FFU) << 13));
   }
   if (magnitude >= 0x0400U) {  // normal: rebias the exponent from 15 to 127
     return std::bit_cast<float>(sign | ((magnitude << 13) + (112U << 23)));

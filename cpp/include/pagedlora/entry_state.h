@@ -8,7 +8,8 @@
 //   resident  every part is in place and readable; evictable while its pin count is zero
 //
 // What is not in the table is refused: a second claim would let two writers meet, an eviction of
-// a loading entry would give its pages away under a writer. Pins are a counter beside the state, never a state.
+// a loading entry would give its pages away under a writer. Pins are a counter beside the state,
+// never a state.
 //
 // Immutable; thread-safe.
 #pragma once

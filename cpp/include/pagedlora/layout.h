@@ -105,9 +105,9 @@ class Layout {
 // pinned in its tier.
 struct TaskPages {
   const Layout* layout = nullptr;
-  const PageId* pages = nullptr;   // layout->num_pages() of them
-  const float* scales = nullptr;   // one per row of the layout
-  std::byte* base = nullptr;       // address of page 0 of the pool
+  const PageId* pages = nullptr;  // layout->num_pages() of them
+  const float* scales = nullptr;  // one per row of the layout
+  std::byte* base = nullptr;      // address of page 0 of the pool
   std::size_t page_bytes = 0;
 
   std::byte* address(PartLocation at) const {

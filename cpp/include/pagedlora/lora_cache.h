@@ -60,7 +60,8 @@ class LoraCache {
   const Entry* find(TaskId task) const;
   bool is_resident(TaskId task) const;
 
-  // Evicts until `pages` are free and appends the victims to `evicted`; or changes nothing and says why not.
+  // Evicts until `pages` are free and appends the victims to `evicted`; or changes nothing and says
+  // why not.
   std::optional<Shortage> try_make_room(std::size_t pages, std::vector<TaskId>& evicted);
 
   // absent -> loading, on the lowest free pages. There must be room (std::logic_error).

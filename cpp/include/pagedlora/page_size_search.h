@@ -27,8 +27,8 @@ std::vector<Fleet> standard_fleets(const LoraModelConfig& config);
 
 // Page and part sizes for a tier of `budget_bytes`. Candidates are multiples of what the model's
 // parts have in common, largest first, each with parts of the whole page down to a 16th of it; the
-// first whose worst fleet wastes less than a five-hundredth wins, else the one that wastes least. Never over
-// budget_bytes / 4, so that even a small tier has a few pages.
+// first whose worst fleet wastes less than a five-hundredth wins, else the one that wastes least.
+// Never over budget_bytes / 4, so that even a small tier has a few pages.
 LayoutParams search_layout_params(const LoraModelConfig& config, std::size_t budget_bytes);
 
 }  // namespace pagedlora

@@ -6,7 +6,8 @@
 // Per task two sets of request ids (task_owners.h) decide what may be evicted:
 //
 //   call                    A, P          device copy                    host copy
-//   add_request_peft(r)     A+r, P-r      made resident by ensure_batch  resident on return; pinned while
+//   add_request_peft(r)     A+r, P-r      made resident by ensure_batch  resident on return; pinned
+//   while
 //                                                                        A and P are not both empty
 //   mark_request_done(r,    A-r, P+r      given up before those with     stays pinned
 //     pause), r in A                      active owners
@@ -63,8 +64,8 @@ struct CarriedWeights {
 
 class PeftCacheManager {
  public:
-  // Page counts round down: a tier never exceeds its budget. Throws InvalidArgumentError when a budget
-  // holds no page, OutOfMemoryError when the system has not that much.
+  // Page counts round down: a tier never exceeds its budget. Throws InvalidArgumentError when a
+  // budget holds no page, OutOfMemoryError when the system has not that much.
   PeftCacheManager(std::shared_ptr<const LoraModelConfig> config, const PeftCacheSizes& sizes,
                    std::shared_ptr<Device> device, const PolicyFactory& make_policy);
   ~PeftCacheManager();
@@ -77,18 +78,18 @@ class PeftCacheManager {
 
   // Makes `request` an active owner of `task` and brings the task into the host tier.
   // `weights`: null, or the weights of a task that has no source. Idempotent.
-  // Throws PeftTaskNotCachedError (unknown task, no weights), RequestConflictError (the request lives with
-  // another task; other weights than those of the live task; weights for a registered task),
-  // AdapterTooLargeError, LoraCacheFullError, and what reading the source throws.
+  // Throws PeftTaskNotCachedError (unknown task, no weights), RequestConflictError (the request
+  // lives with another task; other weights than those of the live task; weights for a registered
+  // task), AdapterTooLargeError, LoraCacheFullError, and what reading the source throws.
   void add_request_peft(RequestId request, TaskId task, const CarriedWeights* weights = nullptr);
 
   // pause: suspended or to be recomputed; else finished. Idempotent; unknown requests are ignored.
   void mark_request_done(RequestId request, bool pause = false);
 
-  // Leases the device copies of the requests' tasks, after copying in those that are absent, in call
-  // order, with one all-or-nothing claim for their sum. Closes the previous lease first.
-  // Throws LoraCacheFullError when the sum does not fit; nothing was changed then. Requests that were never
-  // added, or whose copy failed, are in the lease's errors; the others are leased.
+  // Leases the device copies of the requests' tasks, after copying in those that are absent, in
+  // call order, with one all-or-nothing claim for their sum. Closes the previous lease first.
+  // Throws LoraCacheFullError when the sum does not fit; nothing was changed then. Requests that
+  // were never added, or whose copy failed, are in the lease's errors; the others are leased.
   std::shared_ptr<BatchLease> ensure_batch(std::span<const RequestId> requests,
                                            bool reset_device_cache = false);
 

@@ -25,8 +25,8 @@ class ScatterPlan {
   ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout);
 
   // Reads every matrix of `source` once and fills all parts of `target` (and of `second`, if given,
-  // in the same pass). `chunk` is scratch of at least kMinChunkBytes. May block. Throws what the reader
-  // throws, and AdapterFormatError for a finite value that float16 cannot hold; the targets
+  // in the same pass). `chunk` is scratch of at least kMinChunkBytes. May block. Throws what the
+  // reader throws, and AdapterFormatError for a finite value that float16 cannot hold; the targets
   // are then partly written.
   void execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
                const TaskPages& target, const TaskPages* second) const;
@@ -61,11 +61,11 @@ class ScatterPlan {
     std::vector<Segment> segments;
   };
   class WindowBuilder;
-  struct Targets;
+  class Copies;
 
-  void scatter(const Window& window, const Targets& targets) const;
-  void scatter_a(const Segment& segment, const Targets& targets) const;
-  void scatter_b(const Segment& segment, const Targets& targets) const;
+  void list_a(const Segment& segment, Copies& copies) const;
+  void list_b(const Segment& segment, Copies& copies) const;
+  [[noreturn]] void refuse_overflow(const Matrix& matrix) const;
 
   const LoraModelConfig& config_;
   const AdapterPlan& plan_;

@@ -19,11 +19,11 @@ namespace pagedlora {
 // with A [adapter_size, in_size] at weights_in_pointer and B [out_size, adapter_size] at
 // weights_out_pointer, row-major. A block whose parts are tiled gives one entry per pair of tiles.
 struct TaskLayerModuleConfig {
-  std::uint32_t page_id = 0;       // of A, in the tier's pool
-  std::uint32_t slot_idx = 0;      // of A, in units of kSlotBytes
-  std::uint32_t out_page_id = 0;   // of B
+  std::uint32_t page_id = 0;      // of A, in the tier's pool
+  std::uint32_t slot_idx = 0;     // of A, in units of kSlotBytes
+  std::uint32_t out_page_id = 0;  // of B
   std::uint32_t out_slot_idx = 0;
-  std::uint32_t in_offset = 0;     // features
+  std::uint32_t in_offset = 0;  // features
   std::uint32_t in_size = 0;
   std::uint32_t out_offset = 0;
   std::uint32_t out_size = 0;

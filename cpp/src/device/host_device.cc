@@ -47,7 +47,8 @@ class HostDevice final : public Device {
 
   std::byte* try_allocate(std::size_t bytes) override {
     // MAP_NORESERVE is not given: an arena that the system cannot back must fail here.
-    void* arena = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* arena =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (arena == MAP_FAILED) {
       return nullptr;
     }
@@ -55,9 +56,7 @@ class HostDevice final : public Device {
     return static_cast<std::byte*>(arena);
   }
 
-  void deallocate(std::byte* arena, std::size_t bytes) noexcept override {
-    ::munmap(arena, bytes);
-  }
+  void deallocate(std::byte* arena, std::size_t bytes) noexcept override { ::munmap(arena, bytes); }
 
   void prefault(std::byte* begin, std::size_t bytes) noexcept override {
 #ifdef MADV_POPULATE_WRITE

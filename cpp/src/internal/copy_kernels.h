@@ -1,7 +1,6 @@
 // The variants behind copy_2d: one function per pair of types and instruction set.
 //
-// A kernel receives a Copy2d with at least one row and one element; rows that lie back to back in
-// the source arrive as one long row. It returns false if a finite value overflowed float16.
+// A kernel executes `count` copies and returns false if a finite value overflowed float16.
 //
 // Pure functions; thread-safe.
 #pragma once
@@ -11,7 +10,7 @@
 
 namespace pagedlora::internal {
 
-using CopyKernel = bool (*)(const Copy2d&);
+using CopyKernel = bool (*)(const Copy2d* copies, std::size_t count);
 
 CopyKernel portable_copy_kernel(Dtype source_dtype, Dtype target_dtype);
 

@@ -33,10 +33,8 @@ constexpr std::size_t kLineElements = kLineBytes / kBytes<kDtype>;
 // caches, which saves reading the target before it is written.
 class Sink {
  public:
-  Sink(const Copy2d& copy, std::size_t output_bytes)
-      : target_(copy.target),
-        second_(copy.second_target),
-        may_stream_(output_bytes >= kMinStreamedBytes) {}
+  Sink(const Copy2d& copy, bool may_stream)
+      : target_(copy.target), second_(copy.second_target), may_stream_(may_stream) {}
 
   // Bytes up to the next line that can be streamed; 0 if there is none or it is this one.
   std::size_t bytes_to_alignment() const {
@@ -66,13 +64,6 @@ class Sink {
       _mm512_mask_storeu_epi8(second_, mask, line);
     }
     advance(num_bytes);
-  }
-
-  // Streaming stores are weakly ordered: they must be complete before the page is published.
-  void finish() const {
-    if (may_stream_) {
-      _mm_sfence();
-    }
   }
 
  private:
@@ -284,10 +275,11 @@ void copy_pieces(const Copy2d& copy, Sink& sink, __mmask16& overflowed) {
 }
 
 template <Dtype kSource, Dtype kTarget>
-bool copy_rows(const Copy2d& copy) {
-  Sink sink(copy, copy.rows * copy.row_elements * kBytes<kTarget>);
-  __mmask16 overflowed = 0;
-  if (copy.row_elements == kPieceElements) {
+void copy_rows(const Copy2d& copy, bool may_stream, __mmask16& overflowed) {
+  Sink sink(copy, may_stream);
+  if (copy.source_stride_bytes == copy.row_elements * kBytes<kSource>) {
+    copy_row<kSource, kTarget>(copy.source, copy.rows * copy.row_elements, sink, overflowed);
+  } else if (copy.row_elements == kPieceElements) {
     copy_pieces<kSource, kTarget>(copy, sink, overflowed);
   } else {
     for (std::size_t row = 0; row < copy.rows; ++row) {
@@ -295,7 +287,22 @@ bool copy_rows(const Copy2d& copy) {
                                  sink, overflowed);
     }
   }
-  sink.finish();
+}
+
+template <Dtype kSource, Dtype kTarget>
+bool copy_all(const Copy2d* copies, std::size_t count) {
+  std::size_t output_bytes = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    output_bytes += copies[i].rows * copies[i].row_elements * kBytes<kTarget>;
+  }
+  const bool may_stream = output_bytes >= kMinStreamedBytes;
+  __mmask16 overflowed = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    copy_rows<kSource, kTarget>(copies[i], may_stream, overflowed);
+  }
+  if (may_stream) {
+    _mm_sfence();  // streaming stores are weakly ordered: complete before the page is published
+  }
   return overflowed == 0;
 }
 
@@ -303,11 +310,11 @@ template <Dtype kSource>
 CopyKernel kernel_from(Dtype target_dtype) {
   switch (target_dtype) {
     case Dtype::float32:
-      return copy_rows<kSource, Dtype::float32>;
+      return copy_all<kSource, Dtype::float32>;
     case Dtype::float16:
-      return copy_rows<kSource, Dtype::float16>;
+      return copy_all<kSource, Dtype::float16>;
     case Dtype::bfloat16:
-      return copy_rows<kSource, Dtype::bfloat16>;
+      return copy_all<kSource, Dtype::bfloat16>;
   }
   return nullptr;
 }

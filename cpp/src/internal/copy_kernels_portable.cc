@@ -84,6 +84,9 @@ bool copy_pieces(const Copy2d& copy) {
 
 template <class From, class To>
 bool copy_rows(const Copy2d& copy) {
+  if (copy.source_stride_bytes == copy.row_elements * sizeof(From)) {
+    return put_run<From, To>(copy, copy.source, copy.rows * copy.row_elements, 0);
+  }
   if (copy.row_elements == kPieceElements) {
     return copy_pieces<From, To>(copy);
   }
@@ -95,15 +98,24 @@ bool copy_rows(const Copy2d& copy) {
   return fits;
 }
 
+template <class From, class To>
+bool copy_all(const Copy2d* copies, std::size_t count) {
+  bool fits = true;
+  for (std::size_t i = 0; i < count; ++i) {
+    fits &= copy_rows<From, To>(copies[i]);
+  }
+  return fits;
+}
+
 template <class From>
 CopyKernel kernel_from(Dtype target_dtype) {
   switch (target_dtype) {
     case Dtype::float32:
-      return copy_rows<From, float>;
+      return copy_all<From, float>;
     case Dtype::float16:
-      return copy_rows<From, Float16>;
+      return copy_all<From, Float16>;
     case Dtype::bfloat16:
-      return copy_rows<From, Bfloat16>;
+      return copy_all<From, Bfloat16>;
   }
   return nullptr;
 }

@@ -1,0 +1,436 @@
+"""
+The C++ core of pagedlora. Use the names of the pagedlora package instead.
+"""
+
+from __future__ import annotations
+import collections.abc
+import enum
+import typing
+import typing_extensions
+
+__all__: list[str] = [
+    "AdapterPlan",
+    "AttentionBatch",
+    "BatchLease",
+    "CarriedWeights",
+    "Dtype",
+    "LayoutParams",
+    "LoraBatch",
+    "LoraModelConfig",
+    "LoraModule",
+    "LoraOperator",
+    "PagedAttention",
+    "PeftCacheManager",
+    "PeftCacheStats",
+    "PlannedRow",
+    "TaskLayerModuleConfig",
+    "TensorHeader",
+    "TensorSource",
+    "TierStats",
+    "build_info",
+    "entry_transitions",
+    "make_memory_source",
+    "measure_layout",
+    "open_file_source",
+    "read_safetensors_header",
+    "search_layout_params",
+]
+
+class Dtype(enum.Enum):
+    bfloat16 = ...
+    float16 = ...
+    float32 = ...
+
+class LoraModule:
+    """
+    One layer of the model that can carry LoRA.
+    """
+    def __eq__(self, other: object, /) -> bool: ...
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        layer_id: int = -1,
+        module_id: int = -1,
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def module_id(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def out_features(self) -> int: ...
+
+class LoraModelConfig:
+    """
+    What a model offers to LoRA.
+    """
+    def __init__(
+        self, modules: collections.abc.Sequence[LoraModule], dtype: Dtype, max_lora_rank: int = 64
+    ) -> None: ...
+    def find(self, name: str) -> int | None:
+        """
+        Position of the module in `modules`, or None.
+        """
+    @property
+    def dtype(self) -> Dtype: ...
+    @property
+    def max_lora_rank(self) -> int: ...
+    @property
+    def modules(self) -> list[LoraModule]: ...
+
+class LayoutParams:
+    """
+    Page and part sizes in bytes.
+    """
+    def __init__(self, page_bytes: int, element_bytes: int, max_part_bytes: int = 0) -> None: ...
+    @property
+    def element_bytes(self) -> int: ...
+    @property
+    def max_part_bytes(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+
+class TensorSource:
+    """
+    Where an adapter's bytes come from.
+    """
+    @property
+    def description(self) -> str: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+class TensorHeader:
+    """
+    One tensor of a safetensors file.
+    """
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def shape(self) -> list[int]: ...
+
+class PlannedRow:
+    """
+    One module's A and B in a source.
+    """
+    def __init__(
+        self,
+        module: int,
+        rank: int,
+        scale: float,
+        a_offset: int,
+        a_dtype: Dtype,
+        b_offset: int,
+        b_dtype: Dtype,
+    ) -> None: ...
+    @property
+    def module(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+
+class AdapterPlan:
+    """
+    What an adapter consists of and where it is read.
+    """
+    def __init__(
+        self,
+        config: LoraModelConfig,
+        rows: collections.abc.Sequence[PlannedRow],
+        source: TensorSource,
+    ) -> None: ...
+    @property
+    def rows(self) -> list[PlannedRow]: ...
+
+class CarriedWeights:
+    """
+    Weights that come with a request.
+    """
+    def __init__(self, plan: AdapterPlan, digest: str) -> None: ...
+    @property
+    def plan(self) -> AdapterPlan: ...
+
+class TierStats:
+    """
+    Counters of one tier since construction.
+    """
+    @property
+    def bytes_loaded(self) -> int: ...
+    @property
+    def hits(self) -> int: ...
+    @property
+    def load_seconds(self) -> float: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def pages_evicted(self) -> int: ...
+    @property
+    def tasks_evicted(self) -> int: ...
+
+class PeftCacheStats:
+    """
+    Counters of a manager since construction.
+    """
+    @property
+    def device(self) -> TierStats: ...
+    @property
+    def failed_loads(self) -> int: ...
+    @property
+    def host(self) -> TierStats: ...
+    @property
+    def source_bytes(self) -> int: ...
+    @property
+    def source_reads(self) -> int: ...
+    @property
+    def source_rereads(self) -> int: ...
+
+class TaskLayerModuleConfig:
+    """
+    One A part and one B part of a block; entries of a module add up.
+    """
+    @property
+    def adapter_size(self) -> int: ...
+    @property
+    def in_offset(self) -> int: ...
+    @property
+    def in_size(self) -> int: ...
+    @property
+    def layer_id(self) -> int: ...
+    @property
+    def module_id(self) -> int: ...
+    @property
+    def module_name(self) -> str: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def out_offset(self) -> int: ...
+    @property
+    def out_page_id(self) -> int: ...
+    @property
+    def out_size(self) -> int: ...
+    @property
+    def out_slot_idx(self) -> int: ...
+    @property
+    def page_id(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def scaling_vec_pointer(self) -> None: ...
+    @property
+    def slot_idx(self) -> int: ...
+    @property
+    def weights_in_pointer(self) -> int: ...
+    @property
+    def weights_out_pointer(self) -> int: ...
+
+class BatchLease:
+    """
+    A batch's hold on the device copies that it reads: a mapping of request ids to entries.
+
+    Entries are made when asked for. Close it after the last read; it is a context manager.
+    """
+    def __contains__(self, arg0: int) -> bool: ...
+    def __enter__(self) -> BatchLease: ...
+    def __exit__(self, *args: object) -> None: ...
+    def __getitem__(self, arg0: int) -> list[TaskLayerModuleConfig]: ...
+    def __iter__(self) -> collections.abc.Iterator[int]: ...
+    def __len__(self) -> int: ...
+    def close(self, stream: typing.Any = None) -> None:
+        """
+        Ends the hold; idempotent.
+        """
+    def keys(self) -> list[int]: ...
+    def task_of(self, request_id: int) -> int: ...
+    def touched_modules(self) -> set[int]:
+        """
+        Indices of the modules that any adapter of the batch touches.
+        """
+    @property
+    def errors(self) -> dict[int, BaseException]:
+        """
+        Requests whose adapter could not be brought in, with their errors.
+        """
+    @property
+    def is_open(self) -> bool: ...
+
+class PeftCacheManager:
+    """
+    The two-tier cache; see pagedlora.PeftCacheManager.
+    """
+    def __init__(
+        self,
+        config: LoraModelConfig,
+        *,
+        host_cache_bytes: int,
+        device_cache_bytes: int,
+        page_bytes: int = 0,
+        max_part_bytes: int = 0,
+        eviction_policy: str = "lru",
+    ) -> None: ...
+    def active_tasks(self) -> dict[int, set[int]]: ...
+    def add_request_peft(
+        self, request_id: int, task_id: int, weights: CarriedWeights | None = None
+    ) -> None: ...
+    def check_invariants(self) -> None: ...
+    def close(self) -> None: ...
+    def ensure_batch(
+        self, request_ids: collections.abc.Sequence[int], reset_device_cache: bool = False
+    ) -> BatchLease: ...
+    def evict_unowned(self, tier: str) -> None: ...
+    def free_pages(self, tier: str) -> int: ...
+    def gather_rows(
+        self, task_id: int, tier: str, targets: collections.abc.Sequence[tuple[int, int]]
+    ) -> None: ...
+    def is_task_cached(self, task_id: int, tier: str) -> bool: ...
+    def is_task_done(self, task_id: int) -> bool: ...
+    def is_task_done_device(self, task_id: int) -> bool: ...
+    def mark_request_done(self, request_id: int, pause: bool = False) -> None: ...
+    def max_pages(self, tier: str) -> int: ...
+    def num_pages_of_plan(self, plan: AdapterPlan) -> int: ...
+    def num_pages_of_task(self, task_id: int) -> int: ...
+    def paused_tasks(self) -> dict[int, set[int]]: ...
+    def pool_range(self, tier: str) -> tuple[int, int]: ...
+    def register_task(self, plan: AdapterPlan) -> int: ...
+    def reset_device_cache(self) -> None: ...
+    def resident_tasks(self, tier: str) -> int: ...
+    def task_rows(self, task_id: int, tier: str) -> list[tuple[int, int]]: ...
+    @property
+    def layout_params(self) -> LayoutParams: ...
+    @property
+    def stats(self) -> PeftCacheStats: ...
+
+class LoraBatch:
+    """
+    Which rows of a batch use which leased adapter.
+    """
+    def __init__(
+        self, lease: BatchLease, segments: collections.abc.Sequence[tuple[int | None, int]]
+    ) -> None:
+        """
+        Segments (request id or None, number of rows) in row order.
+        """
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_runs(self) -> int: ...
+
+class LoraOperator:
+    """
+    y += scale * B (A x), from cache pages.
+    """
+    def __init__(self, dtype: Dtype, isa: str = "auto") -> None: ...
+    def apply(
+        self,
+        batch: LoraBatch,
+        module_index: int,
+        x_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        x_row_stride: int,
+        y_row_stride: int,
+        dtype: Dtype,
+    ) -> None:
+        """
+        Adds the adapters' outputs for one module to y [num_rows, out_features], in place.
+
+        x is [num_rows, in_features]; strides count elements between rows. Rows of the base
+        model, and of adapters that do not touch the module, are left alone.
+        """
+
+class AttentionBatch:
+    """
+    Block tables and token counts of the sequences of one step.
+    """
+    def __init__(
+        self,
+        block_tables: collections.abc.Sequence[collections.abc.Sequence[int]],
+        past_tokens: collections.abc.Sequence[int],
+        new_tokens: collections.abc.Sequence[int],
+        block_size: int,
+    ) -> None: ...
+    @property
+    def num_tokens(self) -> int: ...
+
+class PagedAttention:
+    """
+    Attention on the CPU over a paged KV cache.
+    """
+    def __init__(self, isa: str = "auto") -> None: ...
+    def run(
+        self,
+        batch: AttentionBatch,
+        *,
+        query: tuple[int, int, int],
+        key: tuple[int, int, int],
+        value: tuple[int, int, int],
+        output: int,
+        key_cache: int,
+        value_cache: int,
+        num_blocks: int,
+        num_heads: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        scaling: float,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+        sinks: int = 0,
+        dtype: Dtype,
+    ) -> None:
+        """
+        Writes the new keys and values into the cache and attends.
+
+        query, key and value are (pointer, head stride, token stride) of [heads, tokens, dim]
+        views, strides in elements; output is [tokens, num_heads, value_dim], contiguous.
+        """
+
+def build_info() -> dict[str, typing.Any]:
+    """
+    What this extension was built with, and which instruction set it uses here.
+    """
+
+def entry_transitions() -> list[tuple[str, str, str]]:
+    """
+    The state table of a cache entry: (from, event, to).
+    """
+
+def make_memory_source(buffer: typing_extensions.Buffer, description: str) -> TensorSource:
+    """
+    Bytes of a buffer that is kept alive.
+    """
+
+def measure_layout(
+    config: LoraModelConfig, rows: collections.abc.Sequence[tuple[int, int]], params: LayoutParams
+) -> tuple[int, int]:
+    """
+    Pages and bytes of weights of an adapter with these (module index, rank) rows.
+    """
+
+def open_file_source(path: str) -> TensorSource:
+    """
+    The regular file as it is now; later reads fail if it changed.
+    """
+
+def read_safetensors_header(source: TensorSource) -> list[TensorHeader]:
+    """
+    The tensors of a safetensors source, by offset; refuses what the format forbids.
+    """
+
+def search_layout_params(config: LoraModelConfig, budget_bytes: int) -> LayoutParams:
+    """
+    The sizes that a cache of `budget_bytes` with page_size="auto" uses.
+    """
+
+__version__: str = "0.1.0"

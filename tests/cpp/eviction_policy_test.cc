@@ -1,0 +1,146 @@
+// The contract that every eviction policy keeps, and the order that each one promises (C3).
+#include "pagedlora/eviction_policy.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "pagedlora/errors.h"
+#include "random_seeds.h"
+
+namespace pagedlora {
+namespace {
+
+using testing_support::num_steps;
+using testing_support::seed_label;
+using testing_support::seeds;
+
+class EvictionPolicyContract : public ::testing::TestWithParam<const char*> {
+ protected:
+  EvictionPolicyContract() {
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+      nodes_[i].task = TaskId{i};
+    }
+  }
+
+  // The order in which everything would be given up; empties the policy.
+  static std::vector<std::uint64_t> drain(EvictionPolicy& policy) {
+    std::vector<std::uint64_t> order;
+    while (PolicyNode* node = policy.victim()) {
+      order.push_back(node->task.value);
+      policy.erase(*node);
+    }
+    return order;
+  }
+
+  std::unique_ptr<EvictionPolicy> make() const { return eviction_policy_factory(GetParam())(); }
+
+  std::array<PolicyNode, 8> nodes_;
+};
+
+TEST_P(EvictionPolicyContract, AnEmptyPolicyHasNoVictim) {
+  const auto policy = make();
+  EXPECT_EQ(policy->victim(), nullptr);
+  policy->insert(nodes_[0]);
+  policy->erase(nodes_[0]);
+  EXPECT_EQ(policy->victim(), nullptr);
+}
+
+TEST_P(EvictionPolicyContract, AskingForTheVictimChangesNothing) {
+  const auto policy = make();
+  policy->insert(nodes_[0]);
+  policy->insert(nodes_[1]);
+  PolicyNode* victim = policy->victim();
+  ASSERT_NE(victim, nullptr);
+  EXPECT_EQ(policy->victim(), victim);
+  EXPECT_EQ(drain(*policy).size(), 2U);
+}
+
+TEST_P(EvictionPolicyContract, HoldsExactlyWhatWasInsertedAndNotErased) {
+  for (const std::uint32_t seed : seeds(3)) {
+    SCOPED_TRACE(seed_label(seed));
+    std::mt19937 rng(seed);
+    const auto policy = make();
+    std::set<std::uint64_t> held;
+    for (int step = 0; step < num_steps(2000); ++step) {
+      const std::size_t i = rng() % nodes_.size();
+      if (!held.contains(i)) {
+        policy->insert(nodes_[i]);
+        held.insert(i);
+      } else if (rng() % 2 == 0) {
+        policy->touch(nodes_[i]);
+      } else {
+        policy->erase(nodes_[i]);
+        held.erase(i);
+      }
+      const PolicyNode* victim = policy->victim();
+      ASSERT_EQ(victim == nullptr, held.empty());
+      ASSERT_TRUE(victim == nullptr || held.contains(victim->task.value));
+    }
+    const std::vector<std::uint64_t> order = drain(*policy);
+    EXPECT_EQ(std::set(order.begin(), order.end()), held);
+    EXPECT_EQ(order.size(), held.size());
+  }
+}
+
+TEST_P(EvictionPolicyContract, TheSameCallsChooseTheSameVictims_C3) {
+  const auto first = make();
+  const auto second = make();
+  std::array<PolicyNode, 8> others = nodes_;
+  std::mt19937 rng(1);
+  for (std::size_t i = 0; i < nodes_.size(); ++i) {
+    first->insert(nodes_[i]);
+    second->insert(others[i]);
+  }
+  for (int step = 0; step < 100; ++step) {
+    const std::size_t i = rng() % nodes_.size();
+    first->touch(nodes_[i]);
+    second->touch(others[i]);
+  }
+  EXPECT_EQ(drain(*first), drain(*second));
+}
+
+TEST_P(EvictionPolicyContract, AnErasedNodeCanJoinAnotherPolicyOfTheKind) {
+  const auto first = make();
+  const auto second = make();
+  first->insert(nodes_[0]);
+  first->insert(nodes_[1]);
+  first->erase(nodes_[0]);
+  second->insert(nodes_[0]);
+  EXPECT_EQ(drain(*first), std::vector<std::uint64_t>{1});
+  EXPECT_EQ(drain(*second), std::vector<std::uint64_t>{0});
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, EvictionPolicyContract, ::testing::Values("lru"),
+                         [](const auto& instance) { return std::string(instance.param); });
+
+TEST(LruPolicyTest, TheLeastRecentlyUsedGoesFirst) {
+  const auto policy = eviction_policy_factory("lru")();
+  std::array<PolicyNode, 4> nodes;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    nodes[i].task = TaskId{i};
+    policy->insert(nodes[i]);
+  }
+  policy->touch(nodes[0]);
+  policy->touch(nodes[2]);
+  policy->erase(nodes[1]);
+  policy->insert(nodes[1]);
+  for (const std::uint64_t expected : {3U, 0U, 2U, 1U}) {
+    ASSERT_EQ(policy->victim()->task, TaskId{expected});
+    policy->erase(*policy->victim());
+  }
+}
+
+TEST(EvictionPolicyFactoryTest, RefusesNamesItDoesNotKnow) {
+  EXPECT_THROW(eviction_policy_factory("mru"), InvalidArgumentError);
+  EXPECT_THROW(eviction_policy_factory(""), InvalidArgumentError);
+}
+
+}  // namespace
+}  // namespace pagedlora

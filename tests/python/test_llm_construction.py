@@ -1,0 +1,137 @@
+"""Building, closing and refusing: models from modules and directories, sizes, tokenizers."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support import llm_bench
+from tests.support.llm_bench import (
+    GREEDY,
+    tokens_of,
+)
+from tests.support.tiny_models import build_tiny_model
+
+from pagedlora.config import LoraConfig, PeftCacheConfig
+from pagedlora.engine.llm import LLM
+from pagedlora.errors import (
+    InvalidArgumentError,
+    UnsupportedModelError,
+)
+from pagedlora.requests import LlmRequest
+from pagedlora.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings(
+    # transformers warns when PEFT 0.21 asks a model whether it checkpoints gradients.
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)
+llama_adapters = llm_bench.llama_adapters
+engines = llm_bench.engines
+
+
+def test_a_live_module_is_given_back_unchanged() -> None:
+    model = build_tiny_model("llama").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    implementation = model.config._attn_implementation
+    with LLM(model) as engine:
+        tokens_of(engine.generate([1, 2, 3], GREEDY))
+    engine.close()
+    assert model.training
+    assert model.config._attn_implementation == implementation
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(InvalidArgumentError, match="closed"):
+        engine.generate([1], GREEDY)
+
+
+def test_a_model_from_a_directory_with_its_dtype(tmp_path: Path) -> None:
+    build_tiny_model("llama").save_pretrained(tmp_path)
+    with LLM(tmp_path) as from_path, LLM(build_tiny_model("llama")) as live:
+        assert tokens_of(from_path.generate([1, 2], GREEDY)) == tokens_of(
+            live.generate([1, 2], GREEDY)
+        )
+    with LLM(str(tmp_path), dtype="bfloat16") as engine:
+        assert engine._loaded.dtype == torch.bfloat16
+        tokens_of(engine.generate([1, 2], GREEDY))
+
+
+def test_texts_go_in_and_out_with_a_tokenizer() -> None:
+    class Tokenizer:
+        eos_token_id = None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [ord(c) - ord("a") for c in text]}
+
+        def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+            assert skip_special_tokens
+            return "".join(chr(ord("a") + token) for token in token_ids)
+
+    with LLM(build_tiny_model("llama"), Tokenizer()) as engine:
+        (output,) = engine.generate("cab", GREEDY)
+        tokens = output.outputs[0].token_ids
+        assert output.prompt_token_ids == [2, 0, 1]
+        assert output.outputs[0].text == "".join(chr(ord("a") + token) for token in tokens)
+        stop = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[tokens[3]])
+        (stopped,) = engine.generate("cab", stop)
+        cut = tokens.index(tokens[3])
+        assert stopped.outputs[0].text == output.outputs[0].text[:cut]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device": "cuda"}, "cuda"),
+        ({"dtype": "int8"}, "int8"),
+        ({"dtype": "bfloat16"}, "convert it yourself"),
+        (
+            {
+                "lora_config": LoraConfig(max_lora_rank=8),
+                "peft_cache_config": PeftCacheConfig(max_lora_rank=16),
+            },
+            r"8.*16",
+        ),
+    ],
+)
+def test_bad_construction_is_refused_and_the_module_left_alone(
+    arguments: dict[str, Any], words: str
+) -> None:
+    model = build_tiny_model("llama")
+    implementation = model.config._attn_implementation
+    with pytest.raises(InvalidArgumentError, match=words):
+        LLM(model, **arguments)
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_path_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="/no/such/model"):
+        LLM("/no/such/model")
+
+
+@pytest.mark.parametrize("refused", ["bloom", "mamba", "qwen3_next", "phi3_longrope"])
+def test_models_that_would_answer_wrongly_are_refused(refused: str) -> None:
+    with pytest.raises(UnsupportedModelError):
+        LLM(build_tiny_model(refused))
+
+
+def test_max_loras_is_room_for_so_many_of_the_largest(
+    llama_adapters: dict[str, Path], engines: list[LLM]
+) -> None:
+    llm = LLM(build_tiny_model("llama"), lora_config=LoraConfig(max_loras=2, max_cpu_loras=3))
+    engines.append(llm)
+    info = llm.load_lora("r64", llama_adapters["r64"])
+    cache = llm.peft_cache_manager
+    pages = cache.determine_num_pages(LlmRequest(10**6, lora_task_id=info.task_id))
+    assert cache.max_device_pages == 2 * pages
+    assert cache.max_host_pages == 3 * pages
+
+
+def test_nothing_keeps_a_closed_engine_alive() -> None:
+    engine = LLM(build_tiny_model("llama"))
+    engine.close()
+    model = engine._loaded.model
+    del engine
+    gc.collect()
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,141 @@
+"""Fixtures that make caches, and check their invariants whether or not a test asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.adapters import (
+    adapter_config,
+    adapter_tensors,
+    layered_modules,
+    write_random_adapter,
+)
+
+from pagedlora import (
+    AdapterWeights,
+    LlmRequest,
+    LoraManager,
+    LoraModelConfig,
+    PeftCacheConfig,
+    PeftCacheManager,
+)
+from pagedlora.engine.dtypes import to_core_dtype
+
+SHAPES = {
+    "self_attn.q_proj": (48, 64),
+    "self_attn.k_proj": (48, 16),
+    "self_attn.v_proj": (48, 16),
+    "self_attn.o_proj": (64, 48),
+    "mlp.up_proj": (48, 104),
+    "mlp.down_proj": (104, 48),
+}
+NUM_LAYERS = 2
+PAGE_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A manager of each kind over one model.
+
+    Attributes:
+        config: The model.
+        peft: The cache.
+        adapters: The registry over it.
+    """
+
+    config: LoraModelConfig
+    peft: PeftCacheManager
+    adapters: LoraManager
+
+    def request(self, request_id: int, name: str | None) -> LlmRequest:
+        """A request for a registered adapter, or for the base model."""
+        task = None if name is None else self.adapters.task_id(name)
+        return LlmRequest(request_id, lora_task_id=task)
+
+
+def model_config(
+    dtype: torch.dtype = torch.float32,
+    *,
+    shapes: dict[str, tuple[int, int]] | None = None,
+    num_layers: int = NUM_LAYERS,
+    max_lora_rank: int = 16,
+) -> LoraModelConfig:
+    """A model of a few small modules of unlike shapes."""
+    modules = layered_modules(num_layers, shapes or SHAPES)
+    return LoraModelConfig(modules, to_core_dtype(dtype), max_lora_rank)
+
+
+def build_cache(
+    dtype: torch.dtype = torch.float32,
+    *,
+    host_pages: int = 400,
+    device_pages: int = 400,
+    page_bytes: int | None = PAGE_BYTES,
+    **model: Any,
+) -> Cache:
+    """A cache of so many pages; `page_bytes` None: 400 KiB in each tier, page size searched."""
+    config = model_config(dtype, **model)
+    unit = page_bytes or 1024
+    peft = PeftCacheManager(
+        config,
+        PeftCacheConfig(
+            host_cache_size=host_pages * unit,
+            device_cache_size=device_pages * unit,
+            page_size=page_bytes or "auto",
+        ),
+    )
+    return Cache(config, peft, LoraManager(config, peft))
+
+
+@pytest.fixture
+def make_cache() -> Iterator[Callable[..., Cache]]:
+    """Builds caches as `build_cache`; at teardown each is checked, closed and checked again."""
+    made: list[Cache] = []
+
+    def make(*args: Any, **kwargs: Any) -> Cache:
+        made.append(build_cache(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        check_pages(cache.peft)
+        cache.peft.close()
+        check_pages(cache.peft)
+
+
+@pytest.fixture
+def small_cache(make_cache: Callable[..., Cache]) -> Cache:
+    """A float32 cache with room for many adapters."""
+    return make_cache()
+
+
+def check_pages(peft: PeftCacheManager) -> None:
+    """Runs the cache's own checks and compares what it reports about pages."""
+    peft.check_invariants()
+    for tier, total in (("host", peft.max_host_pages), ("device", peft.max_device_pages)):
+        assert 0 <= peft.free_pages(tier) <= total
+        assert (peft.free_pages(tier) == total) == (peft.resident_tasks(tier) == 0)
+
+
+def carried_weights(seed: int, rank: int = 4, dtype: torch.dtype = torch.float32) -> AdapterWeights:
+    """Weights for all modules of `model_config()`, for a request to carry."""
+    tensors = adapter_tensors(model_config().modules, rank, seed, dtype=dtype)
+    return AdapterWeights.from_tensors(tensors, adapter_config(tensors))
+
+
+def pages_of_random_adapter(rank: int = 4) -> int:
+    """Pages that an adapter of all modules takes in `build_cache()`."""
+    request = LlmRequest(0, lora_task_id=0, lora_weights=carried_weights(0, rank))
+    return build_cache().peft.determine_num_pages(request)
+
+
+def register_adapters(cache: Cache, path: Path, *names: str, rank: int = 4) -> None:
+    """Writes and registers adapters of all modules; the seed is the position of the name."""
+    for seed, name in enumerate(names):
+        directory = write_random_adapter(path / name, cache.config, rank=rank, seed=seed)
+        cache.adapters.register(name, directory)
