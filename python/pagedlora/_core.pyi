@@ -3,9 +3,11 @@ The C++ core of pagedlora. Use the names of the pagedlora package instead.
 """
 
 from __future__ import annotations
+
 import collections.abc
 import enum
 import typing
+
 import typing_extensions
 
 __all__: list[str] = [

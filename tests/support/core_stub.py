@@ -26,7 +26,10 @@ _REPLACEMENTS = (
     (r"weights: CarriedWeights = None", "weights: CarriedWeights | None = None"),
     (r"def errors\(self\) -> dict:", "def errors(self) -> dict[int, BaseException]:"),
     (r"def build_info\(\) -> dict:", "def build_info() -> dict[str, typing.Any]:"),
-    (r"def entry_transitions\(\) -> list:", "def entry_transitions() -> list[tuple[str, str, str]]:"),
+    (
+        r"def entry_transitions\(\) -> list:",
+        "def entry_transitions() -> list[tuple[str, str, str]]:",
+    ),
 )
 
 
