@@ -199,7 +199,7 @@ def probe_adapter(path: str | os.PathLike[str]) -> AdapterReport:
 
 def _report(adapter: PeftDirectory) -> AdapterReport:
     modules = adapter.tensors.modules
-    tensors = [t for pair in modules.values() for t in (pair.a, pair.b) if t is not None]
+    tensors = [tensor for pair in modules.values() for tensor in pair]
     return AdapterReport(
         path=adapter.path,
         ranks={name: pair.rank for name, pair in modules.items()},
@@ -225,7 +225,8 @@ def _ranks_and_scales(
 
 
 def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not name or len(name.encode()) > MAX_NAME_BYTES:
+    is_text = isinstance(name, str)
+    if not is_text or not 1 <= len(name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
         raise InvalidArgumentError(
             f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
         )

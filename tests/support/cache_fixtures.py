@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from pagedlora import (
     PeftCacheConfig,
     PeftCacheManager,
 )
+from pagedlora._core import LoraModule
 from pagedlora.engine.dtypes import to_core_dtype
 
 SHAPES = {
@@ -61,13 +62,15 @@ class Cache:
 def model_config(
     dtype: torch.dtype = torch.float32,
     *,
-    shapes: dict[str, tuple[int, int]] | None = None,
+    shapes: Mapping[str, tuple[int, int]] = SHAPES,
     num_layers: int = NUM_LAYERS,
+    modules: Sequence[LoraModule] | None = None,
     max_lora_rank: int = 16,
 ) -> LoraModelConfig:
-    """A model of a few small modules of unlike shapes."""
-    modules = layered_modules(num_layers, shapes or SHAPES)
-    return LoraModelConfig(modules, to_core_dtype(dtype), max_lora_rank)
+    """A model of a few small modules of unlike shapes, or of the given modules."""
+    if modules is None:
+        modules = layered_modules(num_layers, shapes)
+    return LoraModelConfig(list(modules), to_core_dtype(dtype), max_lora_rank)
 
 
 def build_cache(

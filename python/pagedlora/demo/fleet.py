@@ -21,6 +21,7 @@ from pagedlora.sampling_params import SamplingParams
 MAX_RANK = 64
 KV_BLOCK_TOKENS = 16
 MAX_PROMPT_TOKENS = 96
+_ALL_KINDS = {"q", "k", "v", "o", "gate", "up", "down"}
 _PROBE_BYTES = 2**20
 
 
@@ -153,5 +154,6 @@ def describe(info: AdapterInfo) -> tuple[str, str]:
     for module in info.ranks:
         parent, _, kind = module.rpartition(".")
         kinds.setdefault(kind.removesuffix("_proj"), set()).add(parent)
-    layers = max(len(parents) for parents in kinds.values())
-    return "-".join(map(str, ranks)), f"{','.join(kinds)} in {layers} layers"
+    layers = {parent.rpartition(".")[0] for parents in kinds.values() for parent in parents}
+    targets = "all-linear" if kinds.keys() >= _ALL_KINDS else ",".join(kinds)
+    return "-".join(map(str, ranks)), f"{targets} in {len(layers)} layers"

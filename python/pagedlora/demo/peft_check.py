@@ -23,6 +23,7 @@ from pagedlora.demo.scenario import DemoError, Scenario
 DEVICE_ADAPTERS = 2
 HOST_ADAPTERS = 3
 PASSES = 2
+BATCH_SIZE = 6
 TOLERANCE = 1e-4
 """How far PEFT's logit of our token may lie below its largest one: rounding, and nothing else."""
 MIN_DISTINCT_TOKENS = 4
@@ -35,7 +36,7 @@ class OurAnswers:
 
     Attributes:
         answers: Name (None: the base) to its answers, one per pass.
-        read_again: Names that were in no tier any more before the last pass.
+        read_again: Names that were in no tier any more when they were asked again.
         summary: How often the cache evicted and read again, for people.
     """
 
@@ -128,17 +129,18 @@ def our_answers(
         fleet,
         host_bytes=fleet.room_for_largest(HOST_ADAPTERS),
         device_bytes=fleet.room_for_largest(DEVICE_ADAPTERS),
-        batch_size=len(names),
+        batch_size=BATCH_SIZE,
         answer_tokens=scenario.workload.check_tokens,
     ) as llm:
-        read_again: frozenset[str] = frozenset()
-        for number in range(PASSES):
-            if number > 0:
-                read_again = frozenset(i.name for i in llm.list_loras() if not i.tiers)
+        read_again: set[str] = set()
+        batches = [names[at : at + BATCH_SIZE] for at in range(0, len(names), BATCH_SIZE)]
+        for batch in batches * PASSES:
+            absent = {info.name for info in llm.list_loras() if not info.tiers}
+            read_again |= {name for name in batch if name in absent and answers[name]}
             results = ask(
-                llm, [prompt] * len(names), names, max_tokens=scenario.workload.check_tokens
+                llm, [prompt] * len(batch), batch, max_tokens=scenario.workload.check_tokens
             )
-            for name, tokens in zip(names, results, strict=True):
+            for name, tokens in zip(batch, results, strict=True):
                 answers[name].append(tokens)
         stats = llm.peft_cache_manager.stats
     evictions = (stats.device.tasks_evicted, stats.host.tasks_evicted)
@@ -151,7 +153,7 @@ def our_answers(
         f"{evictions[0]} evictions from the device, {evictions[1]} from host, "
         f"{stats.source_rereads} re-reads from file"
     )
-    return OurAnswers(answers, read_again, summary)
+    return OurAnswers(answers, frozenset(read_again), summary)
 
 
 def blind_spots(answers: Mapping[str, Sequence[int]]) -> Iterable[str]:

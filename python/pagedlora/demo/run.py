@@ -43,7 +43,9 @@ def run_demo(
     try:
         _check_installed()
         with _quiet_libraries(), _scratch_directory(tiny) as scratch:
-            scenario = _make_scenario(scratch, console, tiny, model, adapters, seed)
+            scenario = _make_scenario(
+                scratch, console, tiny=tiny, model=model, adapters=adapters, seed=seed
+            )
             right = _run(scenario, console)
     except (DemoError, PagedLoraError) as error:
         console.print(f"error: {error}", style="bold red", markup=False)
@@ -71,6 +73,7 @@ def _run(scenario: Scenario, console: Console) -> bool:
 def _make_scenario(
     scratch: Path,
     console: Console,
+    *,
     tiny: bool,
     model: Path | None,
     adapters: Path | None,

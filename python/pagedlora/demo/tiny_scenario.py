@@ -32,7 +32,7 @@ WORKLOAD = Workload(
     stream_tokens=12,
     check_tokens=12,
     checked_generated=8,
-    host_adapters=12,
+    host_adapters=20,
 )
 SHOWN_SHAPES = {
     "rank-1": AdapterShape(1, Q_V),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
@@ -13,6 +13,7 @@ from pagedlora.loaders.peft_config import PeftLoraConfig
 
 _PEFT_PREFIX = "base_model.model."
 _TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_MATRIX_DIMS = 2
 _DTYPES = {
     "F32": _core.Dtype.float32,
     "F16": _core.Dtype.float16,
@@ -40,31 +41,29 @@ class StoredTensor(Protocol):
         """Bytes from the start of the source."""
 
 
-@dataclass(slots=True)
-class ModuleTensors:
-    """The pair of one module."""
+class MatrixPair(NamedTuple):
+    """The tensors of one module: A [rank, in_features] and B [out_features, rank]."""
 
-    a: StoredTensor | None = None
-    b: StoredTensor | None = None
+    a: StoredTensor
+    b: StoredTensor
 
     @property
     def rank(self) -> int:
         """First dimension of A."""
-        assert self.a is not None
         return self.a.shape[0]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AdapterTensors:
-    """All pairs of an adapter by module name, in the order of the file.
+    """All pairs of an adapter.
 
     Attributes:
-        modules: Module name (PEFT's prefix removed) to its pair; both members are there.
+        modules: Module name (PEFT's prefix removed) to its pair, in the order of the file.
         num_tensors: Tensors used; all of the file's.
     """
 
-    modules: dict[str, ModuleTensors] = field(default_factory=dict)
-    num_tensors: int = 0
+    modules: dict[str, MatrixPair]
+    num_tensors: int
 
 
 def pair_tensors(
@@ -85,19 +84,21 @@ def pair_tensors(
             shape or type that cannot be.
         UnsupportedAdapterError: A tensor belongs to something that is not plain LoRA.
     """
-    adapter = AdapterTensors()
+    found: dict[str, dict[str, StoredTensor]] = {}
+    num_tensors = 0
     for tensor in tensors:
         module, matrix = _parse_name(tensor, path)
-        pair = adapter.modules.setdefault(module, ModuleTensors())
-        if getattr(pair, matrix) is not None:
+        matrices = found.setdefault(module, {})
+        if matrix in matrices:
             raise _error(path, tensor.name, "is there twice, with and without PEFT's prefix")
-        setattr(pair, matrix, tensor)
-        adapter.num_tensors += 1
-    if not adapter.modules:
+        matrices[matrix] = tensor
+        num_tensors += 1
+    if not found:
         raise _error(path, "", "has no tensors: it would answer like the base model")
-    for module, pair in adapter.modules.items():
-        _check_pair(module, pair, config, path)
-    return adapter
+    pairs = {
+        module: _make_pair(module, matrices, config, path) for module, matrices in found.items()
+    }
+    return AdapterTensors(pairs, num_tensors)
 
 
 def make_rows(
@@ -125,6 +126,7 @@ def make_rows(
 
 
 def _parse_name(tensor: StoredTensor, path: str) -> tuple[str, str]:
+    """Module and matrix ("A" or "B") of a tensor."""
     name = tensor.name.removeprefix(_PEFT_PREFIX)
     match = _TENSOR_NAME.fullmatch(name)
     if match is None:
@@ -133,42 +135,49 @@ def _parse_name(tensor: StoredTensor, path: str) -> tuple[str, str]:
             "module; leaving it out would change the answers, and only plain LoRA is supported",
             field=tensor.name,
         )
-    return match["module"], match["matrix"].lower()
+    return match["module"], match["matrix"]
 
 
-def _check_pair(module: str, pair: ModuleTensors, config: PeftLoraConfig, path: str) -> None:
-    if pair.a is None or pair.b is None:
-        there, missing = ("lora_A", "lora_B") if pair.b is None else ("lora_B", "lora_A")
-        raise _error(path, f"{module}.{missing}.weight", f"is missing: there is only {there}")
-    for tensor in (pair.a, pair.b):
-        if tensor.dtype not in _DTYPES:
+def _make_pair(
+    module: str, matrices: dict[str, StoredTensor], config: PeftLoraConfig, path: str
+) -> MatrixPair:
+    for there, missing in (("A", "B"), ("B", "A")):
+        if missing not in matrices:
             raise _error(
-                path, tensor.name, f"has dtype {tensor.dtype}: F32, F16 and BF16 are possible"
+                path, f"{module}.lora_{missing}.weight", f"is missing: there is only lora_{there}"
             )
-        if len(tensor.shape) != 2 or min(tensor.shape) < 1:
-            raise _error(path, tensor.name, f"has shape {tensor.shape}: a matrix is needed")
-    rank_a, rank_b = pair.a.shape[0], pair.b.shape[1]
-    if rank_a != rank_b:
+    pair = MatrixPair(matrices["A"], matrices["B"])
+    for tensor in pair:
+        _check_matrix(tensor, path)
+    rank_b = pair.b.shape[1]
+    if pair.rank != rank_b:
         raise _error(
             path,
             pair.b.name,
-            f"has rank {rank_b} (shape {pair.b.shape}), but lora_A has rank {rank_a} "
+            f"has rank {rank_b} (shape {pair.b.shape}), but lora_A has rank {pair.rank} "
             f"(shape {pair.a.shape})",
         )
-    if rank_a != config.r:
+    if pair.rank != config.r:
         raise _error(
-            path, pair.a.name, f"has rank {rank_a}, but the configuration says r={config.r}"
+            path, pair.a.name, f"has rank {pair.rank}, but the configuration says r={config.r}"
         )
+    return pair
+
+
+def _check_matrix(tensor: StoredTensor, path: str) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise _error(path, tensor.name, f"has dtype {tensor.dtype}: F32, F16 and BF16 are possible")
+    if len(tensor.shape) != _MATRIX_DIMS or min(tensor.shape) < 1:
+        raise _error(path, tensor.name, f"has shape {tensor.shape}: a matrix is needed")
 
 
 def _make_row(
     module: str,
-    pair: ModuleTensors,
+    pair: MatrixPair,
     model_config: _core.LoraModelConfig,
     scale: float,
     path: str,
 ) -> _core.PlannedRow:
-    assert pair.a is not None and pair.b is not None
     index = model_config.find(module)
     if index is None:
         raise _error(

@@ -1,0 +1,424 @@
+"""Adapters that must be refused: a typed error with the numbers, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tests.support.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_tensors,
+    assert_same_weights,
+    weights_of,
+    write_adapter,
+)
+from tests.support.cache_fixtures import Cache
+
+from pagedlora import (
+    AdapterFormatError,
+    AdapterNotFoundError,
+    AdapterReadError,
+    AdapterSourceChangedError,
+    PagedLoraError,
+    UnsupportedAdapterError,
+    probe_adapter,
+)
+
+Tensors = dict[str, torch.Tensor]
+Q = "base_model.model.model.layers.0.self_attn.q_proj"  # 48 -> 64
+Q_A, Q_B = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight"
+
+
+def good_tensors(cache: Cache, rank: int = 4) -> Tensors:
+    return adapter_tensors(cache.config.modules, rank, seed=1)
+
+
+def refuse(cache: Cache, directory: Path, error: type[PagedLoraError]) -> PagedLoraError:
+    """Registers, expects the error, and that nothing is left and a good adapter still works."""
+    with pytest.raises(error) as caught:
+        cache.adapters.register("a", directory)
+    assert type(caught.value) is error
+    assert len(cache.adapters) == 0
+    cache.peft.check_invariants()
+    tensors = good_tensors(cache)
+    cache.adapters.register("a", write_adapter(directory.parent / "good", tensors))
+    request = cache.request(1, "a")
+    cache.peft.add_request_peft(request)
+    actual = cache.peft.task_weights(request.lora_task_id, "host")
+    assert_same_weights(actual, weights_of(tensors, torch.float32))
+    return caught.value
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def test_a_missing_directory(small_cache: Cache, tmp_path: Path) -> None:
+    error = refuse(small_cache, tmp_path / "none", AdapterNotFoundError)
+    assert str(tmp_path / "none") in str(error)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_missing_file(small_cache: Cache, tmp_path: Path, file: str) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    (directory / file).unlink()
+    assert file in str(refuse(small_cache, directory, AdapterNotFoundError))
+
+
+def test_a_file_instead_of_a_directory(small_cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"")
+    refuse(small_cache, tmp_path / "a", AdapterNotFoundError)
+
+
+def test_a_path_with_a_zero_byte(small_cache: Cache, tmp_path: Path) -> None:
+    refuse(small_cache, tmp_path / "a\0b", AdapterNotFoundError)
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
+def test_a_file_that_is_not_regular_is_refused_at_once(
+    small_cache: Cache, tmp_path: Path, file: str, make: Callable[[Path], None]
+) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    (directory / file).unlink()
+    make(directory / file)
+    assert str(directory / file) in str(refuse(small_cache, directory, AdapterFormatError))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_file_without_permission(small_cache: Cache, tmp_path: Path, file: str) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    (directory / file).chmod(0)
+    error = refuse(small_cache, directory, AdapterReadError)
+    assert error.errno == errno.EACCES
+
+
+@pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_link_to_itself(small_cache: Cache, tmp_path: Path, file: str) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    (directory / file).unlink()
+    (directory / file).symlink_to(directory / file)
+    with pytest.raises((AdapterReadError, AdapterNotFoundError)):
+        small_cache.adapters.register("a", directory)
+
+
+def test_only_a_pickle(small_cache: Cache, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    (directory / WEIGHTS_FILE).rename(directory / "adapter_model.bin")
+    error = refuse(small_cache, directory, UnsupportedAdapterError)
+    assert error.field == "adapter_model.bin"
+    assert "safetensors" in str(error)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 100, 0.5, -1])
+def test_a_truncated_file(small_cache: Cache, tmp_path: Path, kept: float) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    size = (directory / WEIGHTS_FILE).stat().st_size
+    length = int(size * kept) if isinstance(kept, float) else kept % size
+    os.truncate(directory / WEIGHTS_FILE, length)
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert error.path == str(directory / WEIGHTS_FILE)
+
+
+def test_a_header_that_claims_too_much(small_cache: Cache, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    with (directory / WEIGHTS_FILE).open("r+b") as file:
+        file.write(struct.pack("<Q", 2**63))
+    refuse(small_cache, directory, AdapterFormatError)
+
+
+CONFIG_TEXTS = {
+    "empty": "",
+    "not json": "{r: 4}",
+    "list": "[]",
+    "deep": "[" * 100_000,
+    "not utf-8": '{"r": 4, "x": "\udcff"}',
+    "rank text": '{"r": "4", "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "rank true": '{"r": true, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "rank 0": '{"r": 0, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "no rank": '{"lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "no alpha": '{"r": 4, "target_modules": ["q_proj"]}',
+    "alpha nan": '{"r": 4, "lora_alpha": NaN, "target_modules": ["q_proj"]}',
+    "alpha infinite": '{"r": 4, "lora_alpha": 1e999, "target_modules": ["q_proj"]}',
+    "alpha beyond float": f'{{"r": 4, "lora_alpha": 1{"0" * 400}, "target_modules": ["q_proj"]}}',
+    "alpha beyond float32": '{"r": 4, "lora_alpha": 1e300, "target_modules": ["q_proj"]}',
+    "rank beyond float": f'{{"r": 1{"0" * 400}, "lora_alpha": 1, "target_modules": ["q_proj"]}}',
+    "rslora text": '{"r": 4, "lora_alpha": 8, "use_rslora": "no", "target_modules": ["q_proj"]}',
+    "no targets": '{"r": 4, "lora_alpha": 8}',
+    "empty targets": '{"r": 4, "lora_alpha": 8, "target_modules": []}',
+    "numbers as targets": '{"r": 4, "lora_alpha": 8, "target_modules": [1]}',
+    "too long": '{"r": 4, "x": "' + "y" * (5 << 20) + '"}',
+}
+
+
+@pytest.mark.parametrize("text", CONFIG_TEXTS.values(), ids=CONFIG_TEXTS)
+def test_a_broken_configuration(small_cache: Cache, tmp_path: Path, text: str) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    (directory / CONFIG_FILE).write_bytes(text.encode(errors="surrogateescape"))
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert str(directory) in error.path
+    assert len(str(error)) < 1000
+
+
+# ---- tensors -----------------------------------------------------------------------------------
+
+
+def swap(tensors: Tensors) -> None:
+    tensors[Q_A], tensors[Q_B] = tensors[Q_A].T.contiguous(), tensors[Q_B].T.contiguous()
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.__setitem__(name, tensor)
+
+
+BROKEN_TENSORS: dict[str, tuple[Callable[[Tensors], Any], str, str]] = {
+    "A does not fit": (put(Q_A, torch.ones(4, 49)), Q_A, "[4, 49]; the model needs [4, 48]"),
+    "B does not fit": (put(Q_B, torch.ones(63, 4)), Q_B, "[63, 4]; the model needs [64, 4]"),
+    "transposed pair": (swap, Q_B, "[4, 64]"),
+    "A without B": (lambda tensors: tensors.pop(Q_B), "lora_B", "is missing"),
+    "B without A": (lambda tensors: tensors.pop(Q_A), "lora_A", "is missing"),
+    "ranks differ": (put(Q_B, torch.ones(64, 5)), Q_B, "rank 5"),
+    "no tensors": (lambda tensors: tensors.clear(), "", "has no tensors"),
+    "int tensor": (put(Q_A, torch.ones(4, 48).int()), Q_A, "I32"),
+    "float64 tensor": (put(Q_B, torch.ones(64, 4).double()), Q_B, "F64"),
+    "int8 tensor": (put(Q_A, torch.ones(4, 48).to(torch.int8)), Q_A, "I8"),
+    "fp8 tensor": (put(Q_A, torch.ones(4, 48).to(torch.float8_e4m3fn)), Q_A, "F8_E4M3"),
+    "vector": (put(Q_A, torch.ones(4)), Q_A, "[4]"),
+    "scalar": (put(Q_B, torch.ones(())), Q_B, "[]"),
+    "three dimensions": (put(Q_A, torch.ones(1, 4, 48)), Q_A, "[1, 4, 48]"),
+    "no ranks": (put(Q_A, torch.ones(0, 48)), Q_A, "[0, 48]"),
+    "twice": (put(Q_A.removeprefix("base_model.model."), torch.ones(4, 48)), "q_proj", "twice"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_TENSORS)
+def test_tensors_that_cannot_be(small_cache: Cache, tmp_path: Path, name: str) -> None:
+    change, tensor, message = BROKEN_TENSORS[name]
+    tensors = good_tensors(small_cache)
+    change(tensors)
+    error = refuse(small_cache, write_adapter(tmp_path / "a", tensors, r=4), AdapterFormatError)
+    assert tensor in error.tensor
+    assert message in str(error)
+    assert error.path == str(tmp_path / "a" / WEIGHTS_FILE)
+
+
+def test_a_module_that_the_model_lacks(small_cache: Cache, tmp_path: Path) -> None:
+    tensors = good_tensors(small_cache)
+    stranger = "base_model.model.model.layers.2.self_attn.q_proj"
+    tensors[f"{stranger}.lora_A.weight"] = torch.ones(4, 48)
+    tensors[f"{stranger}.lora_B.weight"] = torch.ones(64, 4)
+    error = refuse(small_cache, write_adapter(tmp_path / "a", tensors), AdapterFormatError)
+    assert "'model.layers.2.self_attn.q_proj'" in str(error)
+
+
+def test_a_rank_over_the_maximum(small_cache: Cache, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache, rank=64))
+    error = refuse(small_cache, directory, UnsupportedAdapterError)
+    assert "LoRA rank 64 is greater than max_lora_rank 16" in str(error)
+    assert error.field == "r"
+
+
+def test_a_configured_rank_that_is_not_the_tensors(small_cache: Cache, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache), r=8)
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert "rank 4" in str(error)
+    assert "r=8" in str(error)
+
+
+STRANGE_TENSORS = [
+    "base_model.model.model.embed_tokens.lora_embedding_A",
+    f"{Q}.lora_magnitude_vector",
+    f"{Q}.lora_magnitude_vector.weight",
+    f"{Q}.lora_A.bias",
+    f"{Q}.lora_B.bias",
+    f"{Q}.lora_A.default.weight",
+    f"{Q}.base_layer.weight",
+    f"{Q}.bias",
+    "base_model.model.lm_head.weight",
+    "lora_A.weight",
+    "x",
+]
+
+
+@pytest.mark.parametrize("name", STRANGE_TENSORS)
+def test_a_tensor_that_would_go_unused(small_cache: Cache, tmp_path: Path, name: str) -> None:
+    tensors = {**good_tensors(small_cache), name: torch.ones(4, 4)}
+    directory = write_adapter(tmp_path / "a", tensors, r=4)
+    error = refuse(small_cache, directory, UnsupportedAdapterError)
+    assert error.field == name
+
+
+# ---- configurations ----------------------------------------------------------------------------
+
+UNSUPPORTED: dict[str, Any] = {
+    "use_dora": True,
+    "bias": "lora_only",
+    "lora_bias": True,
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "modules_to_save": ["lm_head"],
+    "layers_to_transform": [0],
+    "layers_pattern": "layers",
+    "layer_replication": [[0, 2], [1, 3]],
+    "target_modules": ".*q_proj",
+    "exclude_modules": ["v_proj"],
+    "target_parameters": ["experts.w1"],
+    "trainable_token_indices": [1, 2],
+    "init_lora_weights": "pissa",
+    "fan_in_fan_out": True,
+    "megatron_config": {"a": 1},
+    "loftq_config": {"bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"x": 1},
+    "alora_invocation_tokens": [5],
+    "use_qalora": True,
+    "arrow_config": {"top_k": 1},
+    "ensure_weight_tying": True,
+    "peft_type": "LOHA",
+    "a_field_of_tomorrow": 0,
+}
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_unsupported_fields_are_refused_by_name(
+    small_cache: Cache, tmp_path: Path, field: str
+) -> None:
+    fields = {field: UNSUPPORTED[field]}
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache), **fields)
+    error = refuse(small_cache, directory, UnsupportedAdapterError)
+    assert error.field == field
+    assert field in str(error)
+    with pytest.raises(UnsupportedAdapterError):
+        probe_adapter(directory)
+
+
+@pytest.mark.parametrize("value", ["pissa_niter_4", "olora", "eva", "loftq", "corda", "x"])
+def test_initialisations_that_change_the_base_are_refused(
+    small_cache: Cache, tmp_path: Path, value: str
+) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache), init_lora_weights=value)
+    assert refuse(small_cache, directory, UnsupportedAdapterError).field == "init_lora_weights"
+
+
+HARMLESS = {
+    "lora_dropout": 0.5,
+    "inference_mode": True,
+    "base_model_name_or_path": "meta-llama/x",
+    "revision": "abc",
+    "task_type": "CAUSAL_LM",
+    "peft_version": "0.99.0",
+    "auto_mapping": {"base_model_class": "X"},
+    "a_field_of_tomorrow": False,
+    "rank_pattern": {},
+    "modules_to_save": [],
+}
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_harmless_fields_load(small_cache: Cache, tmp_path: Path, field: str) -> None:
+    directory = write_adapter(tmp_path, good_tensors(small_cache), **{field: HARMLESS[field]})
+    small_cache.adapters.register("a", directory)
+
+
+def test_every_field_of_the_installed_peft_is_used_harmless_or_refused(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    """A value that is no default must be named in the refusal, if it is refused."""
+    harmless = {"r", "lora_alpha", "use_rslora", "target_modules", "qalora_group_size"}
+    harmless |= {"inference_mode", "lora_dropout", "megatron_core", "base_model_name_or_path"}
+    harmless |= {"auto_mapping", "peft_version", "revision", "task_type", "runtime_config"}
+    for field in set(LoraConfig(target_modules=["q"]).to_dict()) - harmless:
+        directory = write_adapter(tmp_path / field, good_tensors(small_cache), **{field: [[7]]})
+        with pytest.raises(UnsupportedAdapterError) as caught:
+            small_cache.adapters.register(field, directory)
+        assert caught.value.field == field
+
+
+# ---- after registration ------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def rewrite(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def replace(path: Path) -> None:
+    shutil.copy(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+CHANGES = {
+    "truncated": (truncate, AdapterSourceChangedError),
+    "rewritten": (rewrite, AdapterSourceChangedError),
+    "replaced": (replace, AdapterSourceChangedError),
+    "grown": (lambda path: os.truncate(path, 10**6), AdapterSourceChangedError),
+    "deleted": (Path.unlink, AdapterNotFoundError),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_changed_after_registration_fails_its_own_requests_only(
+    small_cache: Cache, tmp_path: Path, change: str
+) -> None:
+    tensors = good_tensors(small_cache)
+    bad, good = (write_adapter(tmp_path / name, tensors) for name in ("bad", "good"))
+    cache, peft = small_cache, small_cache.peft
+    for name, directory in (("bad", bad), ("good", good)):
+        cache.adapters.register(name, directory)
+    peft.add_request_peft(cache.request(1, "good"))
+    apply, expected = CHANGES[change]
+    apply(bad / WEIGHTS_FILE)
+    for attempt in range(2):
+        with pytest.raises(expected) as caught:
+            peft.add_request_peft(cache.request(2, "bad"))
+        assert str(bad / WEIGHTS_FILE) in str(caught.value)
+        assert peft.active_tasks == {cache.adapters.task_id("good"): {1}}
+        assert not peft.is_task_cached(cache.adapters.task_id("bad"))
+        assert peft.stats.failed_loads == attempt + 1
+        peft.check_invariants()
+    lease = peft.ensure_batch([cache.request(1, "good"), cache.request(2, "bad")], [])
+    assert set(lease) == {1}
+    assert set(lease.errors) == {2}
+    cache.adapters.register("again", write_adapter(bad, tensors))
+    peft.add_request_peft(cache.request(3, "again"))
+    actual = peft.task_weights(cache.adapters.task_id("again"), "host")
+    assert_same_weights(actual, weights_of(tensors, torch.float32))
+
+
+def test_a_resident_adapter_does_not_need_its_file(small_cache: Cache, tmp_path: Path) -> None:
+    tensors = good_tensors(small_cache)
+    directory = write_adapter(tmp_path, tensors)
+    small_cache.adapters.register("a", directory)
+    small_cache.peft.add_request_peft(small_cache.request(1, "a"))
+    shutil.rmtree(directory)
+    small_cache.peft.add_request_peft(small_cache.request(2, "a"))
+    small_cache.peft.ensure_batch([small_cache.request(2, "a")], [])
+    actual = small_cache.peft.task_weights(small_cache.adapters.task_id("a"))
+    assert_same_weights(actual, weights_of(tensors, torch.float32))
+
+
+def test_a_changed_configuration_changes_nothing_that_is_registered(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    directory = write_adapter(tmp_path, good_tensors(small_cache), lora_alpha=8)
+    small_cache.adapters.register("a", directory)
+    fields = json.loads((directory / CONFIG_FILE).read_text())
+    (directory / CONFIG_FILE).write_text(json.dumps({**fields, "lora_alpha": 80}))
+    request = small_cache.request(1, "a")
+    small_cache.peft.add_request_peft(request)
+    entries = small_cache.peft.ensure_batch([request], [])[1]
+    assert {entry.scale for entry in entries} == {2.0}
