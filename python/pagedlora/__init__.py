@@ -1,9 +1,10 @@
 """Serves thousands of LoRA adapters over one model from paged memory of a size you choose."""
 
+from typing import TYPE_CHECKING
+
 from pagedlora._core import BatchLease, LoraBatch, LoraOperator, TaskLayerModuleConfig
 from pagedlora.adapter_weights import AdapterWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
-from pagedlora.engine.llm import LLM
 from pagedlora.errors import (
     AdapterFormatError,
     AdapterNotFoundError,
@@ -27,6 +28,9 @@ from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
 from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
 from pagedlora.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedlora.engine.llm import LLM
 
 __all__ = [
     "LLM",
@@ -67,3 +71,12 @@ __all__ = [
     "UnsupportedModelError",
     "probe_adapter",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Imports `LLM`, and with it torch and transformers, when it is first asked for."""
+    if name == "LLM":
+        from pagedlora.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'pagedlora' has no attribute {name!r}")

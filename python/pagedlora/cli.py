@@ -94,7 +94,10 @@ def _check_fit(path: Path, model: str, max_rank: int) -> None:
     from pagedlora.peft_cache import PeftCacheManager
 
     config = LoraModelConfig.from_module(skeleton(model), "all-linear", max_lora_rank=max_rank)
-    cache = PeftCacheManager(config, PeftCacheConfig(max_lora_rank=max_rank), device="cpu")
+    # Nothing is loaded: the tiers need only exist.
+    cache = PeftCacheManager(
+        config, PeftCacheConfig(host_cache_size=2**24, device_cache_size=2**24), device="cpu"
+    )
     try:
         LoraManager(config, cache).register(path.name, path)
     finally:

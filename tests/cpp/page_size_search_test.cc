@@ -72,11 +72,14 @@ TEST_P(PageSizeSearchTest, NinetyNinePercentOfPagesInUseAreAdapterBytesOnEveryFl
 }
 
 TEST_P(PageSizeSearchTest, NeverGoesOverAQuarterOfASmallBudget) {
+  ModelShape two_layers = std::get<0>(GetParam());  // tiny pages make many parts
+  two_layers.layers = 2;
+  const LoraModelConfig config = model_of(two_layers, std::get<1>(GetParam()));
   for (const std::size_t budget : {4096U, 20'000U, 100'000U, 500'001U}) {
-    const LayoutParams params = search_layout_params(config_, budget);
+    const LayoutParams params = search_layout_params(config, budget);
     EXPECT_LE(params.page_bytes, budget / 4) << "budget " << budget;
     EXPECT_GT(params.page_bytes, 0U);
-    EXPECT_NO_THROW(Layout(config_, {{ModuleIndex{0}, 8}}, params)) << "budget " << budget;
+    EXPECT_NO_THROW(Layout(config, {{ModuleIndex{0}, 8}}, params)) << "budget " << budget;
   }
 }
 
@@ -119,7 +122,7 @@ TEST(PageSizeSearchFleetsTest, UtilisationIsPayloadOverPages) {
 }
 
 TEST(PageSizeSearchFleetsTest, ABudgetWithoutRoomForPagesIsRefused) {
-  const LoraModelConfig config = model_of(k135m, Dtype::bfloat16);
+  const LoraModelConfig config({{"lm_head", -1, -1, 64, 128}}, Dtype::bfloat16, 8);
   EXPECT_THROW(search_layout_params(config, 0), InvalidArgumentError);
   EXPECT_THROW(search_layout_params(config, 255), InvalidArgumentError);
   EXPECT_NO_THROW(search_layout_params(config, 256));

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,6 @@ from pagedlora import (
     AdapterFormatError,
     AdapterNotFoundError,
     AdapterReadError,
-    AdapterSourceChangedError,
     PagedLoraError,
     UnsupportedAdapterError,
     probe_adapter,
@@ -342,83 +339,3 @@ def test_every_field_of_the_installed_peft_is_used_harmless_or_refused(
         with pytest.raises(UnsupportedAdapterError) as caught:
             small_cache.adapters.register(field, directory)
         assert caught.value.field == field
-
-
-# ---- after registration ------------------------------------------------------------------------
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 100)
-
-
-def rewrite(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-
-
-def replace(path: Path) -> None:
-    shutil.copy(path, path.with_suffix(".new"))
-    path.with_suffix(".new").rename(path)
-
-
-CHANGES = {
-    "truncated": (truncate, AdapterSourceChangedError),
-    "rewritten": (rewrite, AdapterSourceChangedError),
-    "replaced": (replace, AdapterSourceChangedError),
-    "grown": (lambda path: os.truncate(path, 10**6), AdapterSourceChangedError),
-    "deleted": (Path.unlink, AdapterNotFoundError),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_file_changed_after_registration_fails_its_own_requests_only(
-    small_cache: Cache, tmp_path: Path, change: str
-) -> None:
-    tensors = good_tensors(small_cache)
-    bad, good = (write_adapter(tmp_path / name, tensors) for name in ("bad", "good"))
-    cache, peft = small_cache, small_cache.peft
-    for name, directory in (("bad", bad), ("good", good)):
-        cache.adapters.register(name, directory)
-    peft.add_request_peft(cache.request(1, "good"))
-    apply, expected = CHANGES[change]
-    apply(bad / WEIGHTS_FILE)
-    for attempt in range(2):
-        with pytest.raises(expected) as caught:
-            peft.add_request_peft(cache.request(2, "bad"))
-        assert str(bad / WEIGHTS_FILE) in str(caught.value)
-        assert peft.active_tasks == {cache.adapters.task_id("good"): {1}}
-        assert not peft.is_task_cached(cache.adapters.task_id("bad"))
-        assert peft.stats.failed_loads == attempt + 1
-        peft.check_invariants()
-    lease = peft.ensure_batch([cache.request(1, "good"), cache.request(2, "bad")], [])
-    assert set(lease) == {1}
-    assert set(lease.errors) == {2}
-    cache.adapters.register("again", write_adapter(bad, tensors))
-    peft.add_request_peft(cache.request(3, "again"))
-    actual = peft.task_weights(cache.adapters.task_id("again"), "host")
-    assert_same_weights(actual, weights_of(tensors, torch.float32))
-
-
-def test_a_resident_adapter_does_not_need_its_file(small_cache: Cache, tmp_path: Path) -> None:
-    tensors = good_tensors(small_cache)
-    directory = write_adapter(tmp_path, tensors)
-    small_cache.adapters.register("a", directory)
-    small_cache.peft.add_request_peft(small_cache.request(1, "a"))
-    shutil.rmtree(directory)
-    small_cache.peft.add_request_peft(small_cache.request(2, "a"))
-    small_cache.peft.ensure_batch([small_cache.request(2, "a")], [])
-    actual = small_cache.peft.task_weights(small_cache.adapters.task_id("a"))
-    assert_same_weights(actual, weights_of(tensors, torch.float32))
-
-
-def test_a_changed_configuration_changes_nothing_that_is_registered(
-    small_cache: Cache, tmp_path: Path
-) -> None:
-    directory = write_adapter(tmp_path, good_tensors(small_cache), lora_alpha=8)
-    small_cache.adapters.register("a", directory)
-    fields = json.loads((directory / CONFIG_FILE).read_text())
-    (directory / CONFIG_FILE).write_text(json.dumps({**fields, "lora_alpha": 80}))
-    request = small_cache.request(1, "a")
-    small_cache.peft.add_request_peft(request)
-    entries = small_cache.peft.ensure_batch([request], [])[1]
-    assert {entry.scale for entry in entries} == {2.0}

@@ -103,7 +103,7 @@ def test_odd_names_are_taken_as_they_are(small_cache: Cache, tmp_path: Path) -> 
     assert len({small_cache.adapters.task_id(name) for name in ODD_NAMES}) == len(ODD_NAMES)
 
 
-BAD_NAMES: list[Any] = ["", "x" * 300, "ä" * (MAX_NAME_BYTES // 2 + 1), "\ud800", None, 7, b"a"]
+BAD_NAMES: list[Any] = ["", "x" * 300, "ä" * (MAX_NAME_BYTES // 2 + 1), None, 7, b"a"]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES, ids=lambda name: f"{name!a:.12}")

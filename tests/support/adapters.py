@@ -77,13 +77,14 @@ def adapter_config(tensors: Mapping[str, torch.Tensor], **fields: Any) -> dict[s
         tensors: Say the rank and the target modules.
         **fields: Put instead; None removes the field.
     """
-    ranks = [t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")]
+    pairs = [name for name in tensors if name.endswith(".lora_A.weight")]
+    ranks = [tensors[name].shape[0] for name in pairs if tensors[name].shape]
     config = {
         "peft_type": "LORA",
         "r": ranks[0] if ranks else 8,
         "lora_alpha": 16,
         "use_rslora": False,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "target_modules": sorted({name.split(".")[-3] for name in pairs}) or ["q_proj"],
         **fields,
     }
     return {name: value for name, value in config.items() if value is not None}

@@ -6,9 +6,11 @@ change answers without anybody noticing.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ from pagedlora.errors import (
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 << 20
+_MAX_RANK = 2**31 - 1
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 _USED = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "target_modules"})
 
@@ -111,20 +115,24 @@ def parse_peft_config(fields: Mapping[str, Any], path: str) -> PeftLoraConfig:
             f"peft_type {fields['peft_type']!r} is not supported: only 'LORA' is",
             field="peft_type",
         )
-    return PeftLoraConfig(
+    config = PeftLoraConfig(
         r=_rank(fields, path),
         lora_alpha=_alpha(fields, path),
         use_rslora=_flag(fields, "use_rslora", path),
         target_modules=_target_modules(fields, path),
     )
+    if abs(config.scale) > _MAX_FLOAT32:
+        raise _format_error(
+            path,
+            f"has r={config.r} and lora_alpha={config.lora_alpha}: the scale is over float32's "
+            "range",
+        )
+    return config
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            if not os.path.isfile(file.fileno()):
-                raise _format_error(str(path), "is not a regular file")
-            content = file.read(MAX_CONFIG_BYTES + 1)
+        content = _read_regular_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise AdapterNotFoundError(
             f"there is no {CONFIG_NAME} in '{path.parent}': give the directory that "
@@ -146,6 +154,21 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return fields
 
 
+def _read_regular_file(path: Path) -> bytes:
+    """At most one byte more than `MAX_CONFIG_BYTES`."""
+    if "\0" in str(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    # Non-blocking: a FIFO would otherwise wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _format_error(str(path), "is not a regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    finally:
+        os.close(descriptor)
+
+
 def _check_supported(name: str, value: Any) -> None:
     if name in _USED or name in _HARMLESS:
         return
@@ -163,15 +186,20 @@ def _check_supported(name: str, value: Any) -> None:
 
 def _rank(fields: Mapping[str, Any], path: str) -> int:
     rank = fields.get("r")
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise _format_error(path, f"has r={rank!r}: it must be an integer of at least 1")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
+        raise _format_error(
+            path, f"has r={_shorten(rank)}: it must be an integer from 1 to {_MAX_RANK}"
+        )
     return rank
 
 
 def _alpha(fields: Mapping[str, Any], path: str) -> float:
     alpha = fields.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise _format_error(path, f"has lora_alpha={alpha!r}: it must be a finite number")
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not is_number or not -_MAX_FLOAT32 <= alpha <= _MAX_FLOAT32:
+        raise _format_error(
+            path, f"has lora_alpha={_shorten(alpha)}: it must be a number in float32's range"
+        )
     return float(alpha)
 
 
@@ -195,6 +223,10 @@ def _target_modules(fields: Mapping[str, Any], path: str) -> tuple[str, ...] | s
     if not isinstance(targets, list) or not targets or not all(isinstance(t, str) for t in targets):
         raise _format_error(path, f"has target_modules={targets!r}: a list of names is needed")
     return tuple(targets)
+
+
+def _shorten(value: Any) -> str:
+    return f"{value!r:.80}"
 
 
 def _format_error(path: str, problem: str) -> AdapterFormatError:

@@ -1,0 +1,372 @@
+// One tier: transitions, all-or-nothing room (C2), victims (C3, L3), pins, and its own checker.
+#include "pagedlora/lora_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "fake_device.h"
+#include "random_seeds.h"
+
+namespace pagedlora {
+namespace {
+
+using testing_support::FakeDevice;
+using testing_support::num_steps;
+using testing_support::seed_label;
+using testing_support::seeds;
+
+constexpr TaskId kTask{1};
+
+class LoraCacheTest : public ::testing::Test {
+ protected:
+  void TearDown() override { cache_.check_invariants(); }
+
+  void add(std::uint64_t task, std::size_t pages,
+           EvictionClass eviction_class = EvictionClass::unowned) {
+    cache_.claim(TaskId{task}, pages);
+    cache_.set_class(TaskId{task}, eviction_class);
+    cache_.publish(TaskId{task});
+  }
+
+  // The victims of making that many pages free.
+  std::vector<std::uint64_t> make_room(std::size_t pages) {
+    std::vector<TaskId> evicted;
+    EXPECT_EQ(cache_.try_make_room(pages, evicted), std::nullopt);
+    std::vector<std::uint64_t> tasks;
+    for (const TaskId task : evicted) {
+      tasks.push_back(task.value);
+    }
+    return tasks;
+  }
+
+  static constexpr std::size_t kNumPages = 10;
+  using Tasks = std::vector<std::uint64_t>;
+
+  LoraCache cache_{std::make_shared<FakeDevice>(), "test", kNumPages, 64,
+                   eviction_policy_factory("lru")};
+};
+
+TEST_F(LoraCacheTest, AnEntryGoesFromAbsentToLoadingToResidentToAbsent) {
+  EXPECT_EQ(cache_.find(kTask), nullptr);
+  const LoraCache::Entry& entry = cache_.claim(kTask, 3);
+  EXPECT_EQ(entry.state, EntryState::loading);
+  EXPECT_EQ(entry.pages, (std::vector{PageId{0}, PageId{1}, PageId{2}}));
+  EXPECT_FALSE(cache_.is_resident(kTask));
+  cache_.publish(kTask);
+  EXPECT_TRUE(cache_.is_resident(kTask));
+  cache_.evict(kTask);
+  EXPECT_EQ(cache_.find(kTask), nullptr);
+  EXPECT_EQ(cache_.pool().num_free(), kNumPages);
+}
+
+TEST_F(LoraCacheTest, TransitionsThatAreNotInTheTableAreRefusedInEveryState) {
+  const auto apply = [&](EntryEvent event) {
+    switch (event) {
+      case EntryEvent::claim:
+        cache_.claim(kTask, 2);
+        break;
+      case EntryEvent::publish:
+        cache_.publish(kTask);
+        break;
+      case EntryEvent::fail:
+        cache_.fail(kTask);
+        break;
+      case EntryEvent::evict:
+        cache_.evict(kTask);
+        break;
+    }
+  };
+  const auto go_to = [&](EntryState state) {
+    if (state != EntryState::absent) {
+      cache_.claim(kTask, 2);
+    }
+    if (state == EntryState::resident) {
+      cache_.publish(kTask);
+    }
+  };
+  for (const EntryState state : {EntryState::absent, EntryState::loading, EntryState::resident}) {
+    for (const EntryEvent event :
+         {EntryEvent::claim, EntryEvent::publish, EntryEvent::fail, EntryEvent::evict}) {
+      SCOPED_TRACE(std::string(entry_state_name(state)) + " + " +
+                   std::string(entry_event_name(event)));
+      go_to(state);
+      const auto next = next_state(state, event);
+      if (next) {
+        EXPECT_NO_THROW(apply(event));
+      } else {
+        EXPECT_THROW(apply(event), std::logic_error);
+      }
+      const LoraCache::Entry* entry = cache_.find(kTask);
+      EXPECT_EQ(entry == nullptr ? EntryState::absent : entry->state, next.value_or(state));
+      cache_.check_invariants();
+      if (entry != nullptr && entry->state == EntryState::loading) {
+        cache_.fail(kTask);
+      } else if (entry != nullptr) {
+        cache_.evict(kTask);
+      }
+    }
+  }
+}
+
+TEST_F(LoraCacheTest, C1_AFailedLoadFreesItsPages) {
+  cache_.claim(kTask, 4);
+  EXPECT_EQ(cache_.pool().num_free(), 6U);
+  cache_.fail(kTask);
+  EXPECT_EQ(cache_.pool().num_free(), kNumPages);
+  EXPECT_EQ(cache_.find(kTask), nullptr);
+  EXPECT_NO_THROW(cache_.claim(kTask, 4));
+}
+
+TEST_F(LoraCacheTest, C2_RoomThatCannotBeMadeChangesNothingAndSaysWhy) {
+  add(1, 3);
+  add(2, 4);
+  cache_.pin(TaskId{2});
+  std::vector<TaskId> evicted;
+  const auto shortage = cache_.try_make_room(7, evicted);
+  ASSERT_TRUE(shortage.has_value());
+  EXPECT_EQ(shortage->needed_pages, 7U);
+  EXPECT_EQ(shortage->free_pages, 3U);
+  EXPECT_EQ(shortage->evictable_pages, 3U);
+  EXPECT_TRUE(evicted.empty());
+  EXPECT_TRUE(cache_.is_resident(TaskId{1}));
+  EXPECT_EQ(make_room(6), Tasks{1});  // the most that can be freed
+  EXPECT_EQ(cache_.pool().num_free(), 6U);
+}
+
+TEST_F(LoraCacheTest, EvictsNoMoreThanNeeded) {
+  for (std::uint64_t task = 0; task < 5; ++task) {
+    add(task, 2);
+  }
+  EXPECT_EQ(make_room(0), Tasks{});
+  EXPECT_EQ(make_room(3), (Tasks{0, 1}));
+  EXPECT_EQ(make_room(4), Tasks{});
+}
+
+TEST_F(LoraCacheTest, C3_VictimsAreTheLeastRecentlyUsedOfTheirClass) {
+  for (std::uint64_t task = 0; task < 5; ++task) {
+    add(task, 2);
+  }
+  cache_.touch(TaskId{0});
+  cache_.pin(TaskId{1});  // an unpin is a use
+  cache_.unpin(TaskId{1});
+  EXPECT_EQ(make_room(10), (Tasks{2, 3, 4, 0, 1}));
+}
+
+TEST_F(LoraCacheTest, L3_ClassesAreGivenUpUnownedThenPausedThenActive) {
+  add(0, 2, EvictionClass::active);
+  add(1, 2, EvictionClass::paused);
+  add(2, 2, EvictionClass::unowned);
+  add(3, 2, EvictionClass::paused);
+  add(4, 2, EvictionClass::unowned);
+  EXPECT_EQ(make_room(10), (Tasks{2, 4, 1, 3, 0}));
+}
+
+TEST_F(LoraCacheTest, AChangeOfClassMovesAnEntryAndTheSameClassDoesNot) {
+  add(0, 2, EvictionClass::active);
+  add(1, 2);
+  add(2, 2);
+  cache_.set_class(TaskId{0}, EvictionClass::unowned);  // behind those that are there
+  cache_.set_class(TaskId{1}, EvictionClass::unowned);  // nothing
+  EXPECT_EQ(make_room(10), (Tasks{1, 2, 0}));
+}
+
+TEST_F(LoraCacheTest, PinsProtectUntilTheLastIsGone) {
+  add(1, 5);
+  cache_.pin(kTask);
+  cache_.pin(kTask);
+  EXPECT_EQ(cache_.evictable_pages(), 0U);
+  EXPECT_THROW(cache_.evict(kTask), std::logic_error);
+  std::vector<TaskId> evicted;
+  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+  cache_.unpin(kTask);
+  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+  cache_.set_class(kTask, EvictionClass::paused);  // pinned: only remembered
+  cache_.touch(kTask);
+  cache_.unpin(kTask);
+  EXPECT_EQ(cache_.evictable_pages(), 5U);
+  EXPECT_EQ(make_room(6), Tasks{1});
+}
+
+TEST_F(LoraCacheTest, ALoadingEntryIsNeverEvicted) {
+  cache_.claim(kTask, 5);
+  EXPECT_EQ(cache_.evictable_pages(), 0U);
+  std::vector<TaskId> evicted;
+  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+  cache_.pin(kTask);  // the lease it is loaded for
+  cache_.publish(kTask);
+  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+}
+
+TEST_F(LoraCacheTest, PinsOfAbsentEntriesAndMissingPinsAreRefused) {
+  EXPECT_THROW(cache_.pin(kTask), std::logic_error);
+  EXPECT_THROW(cache_.unpin(kTask), std::logic_error);
+  add(1, 1);
+  EXPECT_THROW(cache_.unpin(kTask), std::logic_error);
+}
+
+TEST_F(LoraCacheTest, TouchAndSetClassIgnoreAbsentTasks) {
+  cache_.touch(kTask);
+  cache_.set_class(kTask, EvictionClass::active);
+  EXPECT_TRUE(cache_.entries().empty());
+}
+
+TEST_F(LoraCacheTest, AClaimWithoutRoomIsRefusedAndLeavesNothing) {
+  add(1, 8);
+  EXPECT_THROW(cache_.claim(TaskId{2}, 3), std::logic_error);
+  EXPECT_EQ(cache_.find(TaskId{2}), nullptr);
+  EXPECT_EQ(cache_.pool().num_free(), 2U);
+}
+
+TEST_F(LoraCacheTest, DemoteAllKeepsTheOrderOfVictimsAndSparesThePinned) {
+  add(0, 2, EvictionClass::active);
+  add(1, 2, EvictionClass::paused);
+  add(2, 2, EvictionClass::active);
+  add(3, 2, EvictionClass::active);
+  cache_.pin(TaskId{2});
+  cache_.demote_all();
+  for (const std::uint64_t task : {0U, 1U, 3U}) {
+    EXPECT_EQ(cache_.find(TaskId{task})->eviction_class, EvictionClass::unowned);
+  }
+  EXPECT_EQ(cache_.find(TaskId{2})->eviction_class, EvictionClass::active);
+  add(4, 2, EvictionClass::unowned);
+  EXPECT_EQ(make_room(8), (Tasks{1, 0, 3, 4}));
+}
+
+// What the cache should be, as a list; every entry with the time of its last use.
+struct ModelEntry {
+  std::size_t pages;
+  bool is_loading;
+  EvictionClass eviction_class;
+  int pins;
+  std::uint64_t used;
+
+  bool is_evictable() const { return !is_loading && pins == 0; }
+};
+
+class CacheModel {
+ public:
+  std::map<std::uint64_t, ModelEntry> entries;
+
+  std::uint64_t now() { return ++clock_; }
+  std::size_t free_pages(std::size_t total) const {
+    for (const auto& [task, entry] : entries) {
+      total -= entry.pages;
+    }
+    return total;
+  }
+  std::size_t evictable_pages() const {
+    std::size_t pages = 0;
+    for (const auto& [task, entry] : entries) {
+      pages += entry.is_evictable() ? entry.pages : 0;
+    }
+    return pages;
+  }
+  std::uint64_t take_victim() {
+    const auto order = [](const auto& item) {
+      const ModelEntry& entry = item.second;
+      return std::tuple(!entry.is_evictable(), entry.eviction_class, entry.used);
+    };
+    const auto victim = std::ranges::min_element(entries, {}, order);
+    const std::uint64_t task = victim->first;
+    entries.erase(victim);
+    return task;
+  }
+  void demote_all() {
+    for (const auto from : {EvictionClass::paused, EvictionClass::active}) {
+      std::map<std::uint64_t, ModelEntry*> by_use;
+      for (auto& [task, entry] : entries) {
+        if (entry.is_evictable() && entry.eviction_class == from) {
+          by_use[entry.used] = &entry;
+        }
+      }
+      for (const auto& [used, entry] : by_use) {
+        entry->eviction_class = EvictionClass::unowned;
+        entry->used = now();
+      }
+    }
+  }
+
+ private:
+  std::uint64_t clock_ = 0;
+};
+
+TEST(LoraCacheRandomTest, AgreesWithAListThroughRandomUse) {
+  constexpr std::size_t kPages = 70;
+  for (const std::uint32_t seed : seeds(6)) {
+    SCOPED_TRACE(seed_label(seed));
+    std::mt19937 rng(seed);
+    LoraCache cache(std::make_shared<FakeDevice>(), "test", kPages, 64,
+                    eviction_policy_factory("lru"));
+    CacheModel model;
+    for (int step = 0; step < num_steps(8000); ++step) {
+      const TaskId task{rng() % 12};
+      const auto found = model.entries.find(task.value);
+      const auto eviction_class = static_cast<EvictionClass>(rng() % kNumEvictionClasses);
+      if (found == model.entries.end()) {
+        const std::size_t pages = 1 + rng() % 20;
+        const std::size_t free = model.free_pages(kPages);
+        const std::size_t evictable = model.evictable_pages();
+        std::vector<TaskId> evicted;
+        const auto shortage = cache.try_make_room(pages, evicted);
+        ASSERT_EQ(shortage.has_value(), pages > free + evictable);
+        if (shortage) {
+          ASSERT_EQ(shortage->free_pages, free);
+          ASSERT_EQ(shortage->evictable_pages, evictable);
+          ASSERT_TRUE(evicted.empty());
+        } else {
+          for (const TaskId victim : evicted) {
+            ASSERT_LT(model.free_pages(kPages), pages) << "more was evicted than needed";
+            ASSERT_EQ(model.take_victim(), victim.value);
+          }
+          cache.claim(task, pages);
+          model.entries[task.value] = {pages, true, EvictionClass::unowned, 0, 0};
+        }
+      } else if (ModelEntry& entry = found->second; entry.is_loading && rng() % 2 == 0) {
+        if (rng() % 3 == 0) {
+          cache.fail(task);
+          model.entries.erase(found);
+        } else {
+          cache.publish(task);
+          entry.is_loading = false;
+          entry.used = model.now();
+        }
+      } else if (const auto action = rng() % 8; action < 2) {
+        cache.pin(task);
+        ++entry.pins;
+      } else if (action < 4 && entry.pins > 0) {
+        cache.unpin(task);
+        --entry.pins;
+        entry.used = model.now();
+      } else if (action == 4) {
+        cache.touch(task);
+        entry.used = model.now();
+      } else if (action == 5) {
+        if (entry.eviction_class != eviction_class) {
+          entry.used = model.now();
+        }
+        cache.set_class(task, eviction_class);
+        entry.eviction_class = eviction_class;
+      } else if (action == 6 && entry.is_evictable()) {
+        cache.evict(task);
+        model.entries.erase(found);
+      } else if (action == 7 && rng() % 4 == 0) {
+        cache.demote_all();
+        model.demote_all();
+      }
+      ASSERT_NO_THROW(cache.check_invariants());
+      ASSERT_EQ(cache.entries().size(), model.entries.size());
+      ASSERT_EQ(cache.pool().num_free(), model.free_pages(kPages));
+      ASSERT_EQ(cache.evictable_pages(), model.evictable_pages());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pagedlora
