@@ -130,13 +130,13 @@ def write_json(results: Sequence[Result], path: Path) -> None:
     import torch
     import transformers
 
-    import pagedlora
+    from pagedlora import _core
 
     document = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "pagedlora": pagedlora.__version__,
+        "build": _core.build_info(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_average": os.getloadavg(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],

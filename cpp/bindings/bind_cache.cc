@@ -150,7 +150,35 @@ std::vector<std::uint64_t> request_ids(const BatchLease& self) {
   return ids;
 }
 
+using Entries = std::vector<TaskLayerModuleConfig>;
+
+Entries entries_of(const BatchLease& self, std::uint64_t request) {
+  return task_entries(leased_task(self, request).pages, self.config());
+}
+
+std::vector<Entries> all_entries(const BatchLease& self) {
+  std::vector<Entries> values;
+  for (const std::uint64_t request : request_ids(self)) {
+    values.push_back(entries_of(self, request));
+  }
+  return values;
+}
+
+std::vector<std::pair<std::uint64_t, Entries>> items_of(const BatchLease& self) {
+  std::vector<std::pair<std::uint64_t, Entries>> items;
+  for (const std::uint64_t request : request_ids(self)) {
+    items.emplace_back(request, entries_of(self, request));
+  }
+  return items;
+}
+
+py::object get_entries(const BatchLease& self, std::uint64_t request, py::object fallback) {
+  return self.requests().contains(RequestId{request}) ? py::cast(entries_of(self, request))
+                                                      : std::move(fallback);
+}
+
 std::set<std::uint32_t> touched_modules(const BatchLease& self) {
+  self.check_open();
   std::set<std::uint32_t> modules;
   for (const BatchLease::LeasedTask& leased : self.tasks()) {
     for (const RowShape& row : leased.pages.layout->rows()) {
@@ -173,10 +201,7 @@ void register_lease(py::module_& module) {
       module, "BatchLease",
       "A batch's hold on the device copies that it reads: a mapping of request ids to entries.\n\n"
       "Entries are made when asked for. Close it after the last read; it is a context manager.");
-  type.def("__getitem__",
-           [](const BatchLease& self, std::uint64_t request) {
-             return task_entries(leased_task(self, request).pages, self.config());
-           })
+  type.def("__getitem__", &entries_of)
       .def("__len__", [](const BatchLease& self) { return self.requests().size(); })
       .def("__contains__",
            [](const BatchLease& self, std::uint64_t request) {
@@ -184,6 +209,9 @@ void register_lease(py::module_& module) {
            })
       .def("__iter__", [](const BatchLease& self) { return py::iter(py::cast(request_ids(self))); })
       .def("keys", &request_ids)
+      .def("values", &all_entries)
+      .def("items", &items_of)
+      .def("get", &get_entries, "request_id"_a, "default"_a = py::none())
       .def(
           "task_of",
           [](const BatchLease& self, std::uint64_t request) {

@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "pagedlora/batch_lease.h"
-#include "pagedlora/errors.h"
 #include "pagedlora/lora_operator.h"
 
 namespace pagedlora::bindings {
@@ -14,8 +13,8 @@ struct LeasedBatch {
   std::shared_ptr<BatchLease> lease;  // null: only base model rows
 
   void check_open() const {
-    if (lease != nullptr && !lease->is_open()) {
-      throw LeaseClosedError("the batch's lease is closed; build the batch from an open lease");
+    if (lease != nullptr) {
+      lease->check_open();
     }
   }
 };

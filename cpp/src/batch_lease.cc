@@ -7,12 +7,16 @@
 namespace pagedlora {
 
 const BatchLease::LeasedTask* BatchLease::find(RequestId request) const {
+  check_open();
+  const auto found = task_of_request_.find(request);
+  return found == task_of_request_.end() ? nullptr : &tasks_[found->second];
+}
+
+void BatchLease::check_open() const {
   if (!is_open()) {
     throw LeaseClosedError(
         "the batch lease is closed: its adapters may have been evicted; ensure the batch again");
   }
-  const auto found = task_of_request_.find(request);
-  return found == task_of_request_.end() ? nullptr : &tasks_[found->second];
 }
 
 bool BatchLease::is_open() const {

@@ -49,7 +49,7 @@ PeftCacheManager::PeftCacheManager(std::shared_ptr<const LoraModelConfig> config
               params_.page_bytes, make_policy),
       chunk_(ScatterPlan::kChunkBytes) {}
 
-PeftCacheManager::~PeftCacheManager() { close_open_lease(); }
+PeftCacheManager::~PeftCacheManager() { lock_without_lease(); }
 
 TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) {
   const std::scoped_lock lock(mutex_);
@@ -181,7 +181,6 @@ void PeftCacheManager::bring_into_host(TaskId task, const AdapterPlan& plan) {
   if (!from_device && plan.source() == nullptr) {
     throw PeftTaskNotCachedError(task);
   }
-  ++stats_.host.misses;
   try {
     if (from_device) {
       refill_host_from_device(task, record);
@@ -189,11 +188,13 @@ void PeftCacheManager::bring_into_host(TaskId task, const AdapterPlan& plan) {
       read_source(task, record, plan);
     }
   } catch (const LoraCacheFullError&) {
-    throw;  // not a failed load: it was never started
+    throw;  // neither a miss nor a failed load: it was never started, and will be asked for again
   } catch (...) {
+    ++stats_.host.misses;
     ++stats_.failed_loads;
     throw;
   }
+  ++stats_.host.misses;
 }
 
 void PeftCacheManager::read_source(TaskId task, TaskRecord& record, const AdapterPlan& plan) {
@@ -236,11 +237,10 @@ void PeftCacheManager::refill_host_from_device(TaskId task, TaskRecord& record) 
 
 std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const RequestId> requests,
                                                            bool reset_device_cache) {
-  close_open_lease();
   // Made before the lock is taken: when something below throws, its destructor takes the lock.
   auto lease = std::make_shared<BatchLease>(
       config_, [this](const std::vector<BatchLease::LeasedTask>& tasks) { release_lease(tasks); });
-  const std::scoped_lock lock(mutex_);
+  const std::unique_lock lock = lock_without_lease();
   check_open();
   if (reset_device_cache) {
     device_.demote_all();
@@ -352,13 +352,18 @@ void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& 
   }
 }
 
-void PeftCacheManager::close_open_lease() {
-  std::shared_ptr<BatchLease> lease;
-  {
-    const std::scoped_lock lock(mutex_);
+// Locks the manager at a moment when no lease is open: of two threads that end the same lease, the
+// slower one finds the lease of the faster one and ends that as well.
+std::unique_lock<std::mutex> PeftCacheManager::lock_without_lease() {
+  for (;;) {
+    std::shared_ptr<BatchLease> lease;  // outlives the lock: its destructor may take it
+    std::unique_lock lock(mutex_);
     lease = open_lease_.lock();
-  }
-  if (lease != nullptr) {
+    if (lease == nullptr) {
+      return lock;
+    }
+    open_lease_.reset();
+    lock.unlock();
     lease->close();
   }
 }

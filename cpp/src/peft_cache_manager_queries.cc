@@ -114,8 +114,7 @@ PeftCacheStats PeftCacheManager::stats() const {
 }
 
 void PeftCacheManager::close() {
-  close_open_lease();
-  const std::scoped_lock lock(mutex_);
+  const std::unique_lock lock = lock_without_lease();
   closed_ = true;
 }
 

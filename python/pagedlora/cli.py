@@ -75,11 +75,22 @@ def demo(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="A tiny random model; nothing is downloaded.")
     ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of SmolLM2-135M-Instruct; fetched and cached by default."),
+    ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the trained adapters; by default examples/adapters."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Of generated adapters and the stream.", min=0, max=2**32)
+    ] = 0,
 ) -> None:
     """Answer with many adapters from room for four, and check the answers against PEFT."""
     from pagedlora.demo.run import run_demo
 
-    raise typer.Exit(run_demo(tiny=tiny))
+    raise typer.Exit(run_demo(tiny=tiny, model=model, adapters=adapters, seed=seed))
 
 
 def _check_fit(path: Path, model: str, max_rank: int) -> None:

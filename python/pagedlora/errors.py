@@ -186,3 +186,9 @@ class CapacityError(PagedLoraError, ValueError):
     """The request can never run with the configured sizes."""
 
     code = "capacity"
+
+
+class NonFiniteLogitsError(PagedLoraError, ArithmeticError):
+    """A request's logits are NaN or infinite, so no token can be chosen."""
+
+    code = "non_finite_logits"

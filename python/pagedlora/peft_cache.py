@@ -246,9 +246,10 @@ class PeftCacheManager:
         import torch
 
         dtype = getattr(torch, self._model_config.dtype.name)
+        modules = self._model_config.modules  # a copy: taken once, not per row
         weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for module_index, rank in self._core.task_rows(task_id, tier):
-            module = self._model_config.modules[module_index]
+            module = modules[module_index]
             weights[module.name] = (
                 torch.empty(rank, module.in_features, dtype=dtype),
                 torch.empty(module.out_features, rank, dtype=dtype),

@@ -44,7 +44,7 @@ class LoRARequest:
         lora_path: Where to register the adapter from if the name is not registered yet.
 
     Raises:
-        InvalidArgumentError: The name is empty or the number is negative.
+        InvalidArgumentError: The name is empty, the number is negative or the path is no path.
     """
 
     lora_name: str
@@ -66,6 +66,9 @@ class LoRARequest:
                 raise InvalidArgumentError(
                     f"lora_int_id is {self.lora_int_id}: it must not be negative"
                 )
+        path: object = self.lora_path
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise InvalidArgumentError(f"lora_path is {path!r}: it must be a path, or None")
 
 
 @dataclass(eq=False, slots=True)

@@ -25,8 +25,7 @@ TEST(EntryStateTest, EveryPairOfStateAndEventIsInTheTableOrRefused) {
   for (const EntryState state : kStates) {
     for (const EntryEvent event : kEvents) {
       const auto found = allowed.find({state, event});
-      const auto expected =
-          found == allowed.end() ? std::nullopt : std::optional(found->second);
+      const auto expected = found == allowed.end() ? std::nullopt : std::optional(found->second);
       EXPECT_EQ(next_state(state, event), expected)
           << entry_state_name(state) << " + " << entry_event_name(event);
     }

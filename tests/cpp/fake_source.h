@@ -27,9 +27,9 @@ class FakeSource final : public TensorSource, public std::enable_shared_from_thi
       : bytes(std::move(content)), description_(std::move(description)) {}
 
   // What the next pass does; a failure happens once and is then forgotten.
-  mutable std::atomic<bool> fail_open{false};         // AdapterNotFoundError
-  mutable std::atomic<int> fail_read_after{kNever};   // 0: the first read; AdapterReadError
-  mutable std::atomic<bool> fail_finish{false};       // AdapterSourceChangedError
+  mutable std::atomic<bool> fail_open{false};        // AdapterNotFoundError
+  mutable std::atomic<int> fail_read_after{kNever};  // 0: the first read; AdapterReadError
+  mutable std::atomic<bool> fail_finish{false};      // AdapterSourceChangedError
 
   mutable std::atomic<int> opens{0};
   mutable std::atomic<int> reads{0};

@@ -83,14 +83,13 @@ TEST_P(PageSizeSearchTest, NeverGoesOverAQuarterOfASmallBudget) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Models, PageSizeSearchTest,
-    ::testing::Combine(::testing::Values(k135m, k500m, k8b, k70b),
-                       ::testing::Values(Dtype::bfloat16, Dtype::float32)),
-    [](const auto& instance) {
-      return std::string(std::get<0>(instance.param).name) + "_" +
-             std::string(dtype_name(std::get<1>(instance.param)));
-    });
+INSTANTIATE_TEST_SUITE_P(Models, PageSizeSearchTest,
+                         ::testing::Combine(::testing::Values(k135m, k500m, k8b, k70b),
+                                            ::testing::Values(Dtype::bfloat16, Dtype::float32)),
+                         [](const auto& instance) {
+                           return std::string(std::get<0>(instance.param).name) + "_" +
+                                  std::string(dtype_name(std::get<1>(instance.param)));
+                         });
 
 TEST(PageSizeSearchFleetsTest, AreFourRankListsOnThreeTargetLists) {
   const LoraModelConfig config = model_of(k135m, Dtype::bfloat16);

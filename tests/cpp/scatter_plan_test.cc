@@ -107,8 +107,8 @@ std::vector<std::byte> narrowed(const FakeSource& source, const PlannedMatrix& m
                                 std::size_t elements, Dtype dtype) {
   std::vector<std::byte> result(elements * element_bytes(dtype));
   for (std::size_t i = 0; i < elements; ++i) {
-    const float value = load(
-        source.bytes.data() + matrix.offset + i * element_bytes(matrix.dtype), matrix.dtype);
+    const float value =
+        load(source.bytes.data() + matrix.offset + i * element_bytes(matrix.dtype), matrix.dtype);
     store(result.data() + i * element_bytes(dtype), dtype, value);
   }
   return result;
@@ -180,8 +180,8 @@ TEST(ScatterPlanTest, ReadsNeighbouringMatricesTogetherAndEachOnce) {
                              {1, 8, Dtype::bfloat16, Dtype::bfloat16},
                              {2, 8, Dtype::bfloat16, Dtype::bfloat16}},
                             0, rng);
-  expect_scattered(config, built, {4096, 2, 0}, Dtype::bfloat16, ScatterPlan::kMinChunkBytes,
-                   false, rng);
+  expect_scattered(config, built, {4096, 2, 0}, Dtype::bfloat16, ScatterPlan::kMinChunkBytes, false,
+                   rng);
   EXPECT_EQ(built.source->reads, 1);
   EXPECT_EQ(built.source->bytes_read, built.source->size_bytes());
   const Layout layout(config, built.plan->row_shapes(), {4096, 2, 0});
@@ -199,8 +199,8 @@ TEST(ScatterPlanTest, SkipsWideHolesOfTheSource) {
   bytes.insert(bytes.begin() + static_cast<std::ptrdiff_t>(last.offset), 1U << 20, std::byte{1});
   last.offset += 1U << 20;
   built.plan = std::make_shared<AdapterPlan>(config, std::vector{row}, built.source);
-  expect_scattered(config, built, {4096, 2, 0}, Dtype::bfloat16, ScatterPlan::kMinChunkBytes,
-                   false, rng);
+  expect_scattered(config, built, {4096, 2, 0}, Dtype::bfloat16, ScatterPlan::kMinChunkBytes, false,
+                   rng);
   EXPECT_EQ(built.source->reads, 2);
   EXPECT_EQ(built.source->bytes_read, 2U * 1024);
 }
@@ -208,10 +208,9 @@ TEST(ScatterPlanTest, SkipsWideHolesOfTheSource) {
 TEST(ScatterPlanTest, TwoModulesMayShareOneMatrixOfTheSource) {
   Rng rng(5);
   const LoraModelConfig config = config_of({{64, 64}, {64, 64}});
-  SourceBuilder built(config,
-                      {{0, 12, Dtype::float32, Dtype::float32},
-                       {1, 12, Dtype::float32, Dtype::float32}},
-                      0, rng);
+  SourceBuilder built(
+      config, {{0, 12, Dtype::float32, Dtype::float32}, {1, 12, Dtype::float32, Dtype::float32}}, 0,
+      rng);
   std::vector<PlannedRow> rows = built.plan->rows();
   rows[1].a = rows[0].a;
   built.plan = std::make_shared<AdapterPlan>(config, rows, built.source);
@@ -266,17 +265,17 @@ class ScatterPlanErrorTest : public ::testing::Test {
 
   Rng rng_{6};
   const LoraModelConfig config_ = config_of({{40, 30}, {3'000, 20}});
-  const SourceBuilder built_{config_,
-                             {{0, 9, Dtype::float32, Dtype::bfloat16},
-                              {1, 10, Dtype::float32, Dtype::float32}},
-                             0,
-                             rng_};
+  const SourceBuilder built_{
+      config_,
+      {{0, 9, Dtype::float32, Dtype::bfloat16}, {1, 10, Dtype::float32, Dtype::float32}},
+      0,
+      rng_};
 };
 
 TEST_F(ScatterPlanErrorTest, AValueThatFloat16CannotHoldNamesItsModuleAndMatrix) {
   const auto tensor_at_fault = [&](const PlannedMatrix& matrix, std::size_t element) {
-    std::byte* at = built_.source->bytes.data() + matrix.offset +
-                    element * element_bytes(matrix.dtype);
+    std::byte* at =
+        built_.source->bytes.data() + matrix.offset + element * element_bytes(matrix.dtype);
     const float before = load(at, matrix.dtype);
     store(at, matrix.dtype, -70'000.0F);
     EXPECT_NO_THROW(execute(built_, Dtype::bfloat16));

@@ -139,7 +139,7 @@ TEST_F(TaskOwnersTest, AgreesWithAMapThroughRandomCalls) {
           if (alive && life->second.task != task) {
             ASSERT_THROW(owners.add(request, task), RequestConflictError);
           } else {
-            const Added expected = !alive                  ? Added::newly
+            const Added expected = !alive                   ? Added::newly
                                    : life->second.is_paused ? Added::resumed
                                                             : Added::already;
             ASSERT_EQ(owners.add(request, task), expected);

@@ -19,7 +19,8 @@ std::optional<Expected> thrown_by(Action&& action) {
 
 template <class Expected>
 bool holds(const std::exception_ptr& error) {
-  return error != nullptr && thrown_by<Expected>([&] { std::rethrow_exception(error); }).has_value();
+  return error != nullptr &&
+         thrown_by<Expected>([&] { std::rethrow_exception(error); }).has_value();
 }
 
 }  // namespace pagedlora::testing_support

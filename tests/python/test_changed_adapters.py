@@ -1,4 +1,4 @@
-"""Files that change after registration: only the requests of that adapter fail, until it is good."""
+"""Files that change after registration: only the requests of that adapter fail."""
 
 from __future__ import annotations
 

@@ -108,8 +108,9 @@ def test_demo_exits_with_what_the_demo_says(
 ) -> None:
     seen: list[bool] = []
 
-    def run_demo(*, tiny: bool) -> int:
+    def run_demo(*, tiny: bool, **options: object) -> int:
         seen.append(tiny)
+        assert options == {"model": None, "adapters": None, "seed": 0}
         return 1
 
     fake_module(monkeypatch, "pagedlora.demo.run", run_demo=run_demo)

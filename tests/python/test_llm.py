@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from tests.support import llm_bench
-from tests.support.llm_bench import (
+from tests.support import llm_fixtures
+from tests.support.llm_fixtures import (
     FAMILIES,
     GREEDY,
     adapter_bytes,
@@ -30,9 +30,9 @@ pytestmark = pytest.mark.filterwarnings(
     # transformers warns when PEFT 0.21 asks a model whether it checkpoints gradients.
     "ignore:.*is_gradient_checkpointing:FutureWarning"
 )
-llama_adapters = llm_bench.llama_adapters
-engines = llm_bench.engines
-llm = llm_bench.llm
+llama_adapters = llm_fixtures.llama_adapters
+engines = llm_fixtures.engines
+llm = llm_fixtures.llm
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

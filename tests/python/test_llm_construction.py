@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support import llm_bench
-from tests.support.llm_bench import (
+from tests.support import llm_fixtures
+from tests.support.llm_fixtures import (
     GREEDY,
     tokens_of,
 )
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.filterwarnings(
     # transformers warns when PEFT 0.21 asks a model whether it checkpoints gradients.
     "ignore:.*is_gradient_checkpointing:FutureWarning"
 )
-llama_adapters = llm_bench.llama_adapters
-engines = llm_bench.engines
+llama_adapters = llm_fixtures.llama_adapters
+engines = llm_fixtures.engines
 
 
 def test_a_live_module_is_given_back_unchanged() -> None:

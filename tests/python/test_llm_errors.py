@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.support import llm_bench
-from tests.support.llm_bench import (
+from tests.support import llm_fixtures
+from tests.support.llm_fixtures import (
     ADAPTERS,
     GREEDY,
     adapter_bytes,
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.filterwarnings(
     # transformers warns when PEFT 0.21 asks a model whether it checkpoints gradients.
     "ignore:.*is_gradient_checkpointing:FutureWarning"
 )
-llama_adapters = llm_bench.llama_adapters
-engines = llm_bench.engines
-llm = llm_bench.llm
+llama_adapters = llm_fixtures.llama_adapters
+engines = llm_fixtures.engines
+llm = llm_fixtures.llm
 
 
 @pytest.mark.parametrize(

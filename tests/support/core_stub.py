@@ -56,14 +56,16 @@ def generate() -> str:
 
 
 def _formatted(text: str) -> str:
-    result = subprocess.run(
-        [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(STUB_PATH), "-"],
-        check=True,
-        capture_output=True,
-        text=True,
-        input=text,
-    )
-    return result.stdout
+    for command in (["check", "--fix-only", "--quiet"], ["format", "--quiet"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--stdin-filename", str(STUB_PATH), "-"],
+            check=True,
+            capture_output=True,
+            text=True,
+            input=text,
+        )
+        text = result.stdout
+    return text
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 """Of a logit below the largest one, and of logits in standard deviations of their row."""
 MIN_DISTINCT_TOKENS = 4
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_STRENGTH = 0.5
+_STRENGTH = 0.7
 """Size of an adapter's output beside its module's input."""
 
 

@@ -55,6 +55,7 @@ class BatchLease {
 
   const LoraModelConfig& config() const { return *config_; }
   bool is_open() const;
+  void check_open() const;  // throws LeaseClosedError after close()
   void close() noexcept;  // idempotent
 
  private:

@@ -125,7 +125,9 @@ class PeftCacheManager {
   const LoraModelConfig& config() const { return *config_; }
   PeftCacheStats stats() const;
 
-  void close();  // closes the open lease; every later call but close() throws InvalidArgumentError
+  // Closes the open lease; register_task, add_request_peft and ensure_batch then throw
+  // InvalidArgumentError. Idempotent.
+  void close();
 
   // Throws std::logic_error saying which invariant is broken.
   void check_invariants() const;
@@ -153,7 +155,7 @@ class PeftCacheManager {
   std::vector<TaskId> resolve_batch(std::span<const RequestId> requests, BatchLease& lease);
   void claim_absent(const std::vector<TaskId>& tasks);
   void release_lease(const std::vector<BatchLease::LeasedTask>& tasks) noexcept;
-  void close_open_lease();
+  std::unique_lock<std::mutex> lock_without_lease();
   void forget_if_gone(TaskId task);
   EvictionClass class_of(TaskId task) const;
   TaskPages pages_of(const LoraCache& cache, TaskId task) const;

@@ -82,7 +82,7 @@ def _random_tensors(
     """A as PEFT initialises it and a uniform B, in bfloat16, drawn in one go."""
     sizes = [size for m in modules for size in (rank * m.in_features, m.out_features * rank)]
     values = torch.empty(sum(sizes), dtype=torch.bfloat16).uniform_(-1, 1, generator=generator)
-    pieces = iter(values.split(sizes))
+    pieces = iter(torch.split(values, sizes))
     tensors: dict[str, torch.Tensor] = {}
     for module in modules:
         prefix = f"base_model.model.{module.name}"

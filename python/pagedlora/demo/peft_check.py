@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,12 @@ class Verdict:
 
     Attributes:
         gap: Most that PEFT's logit of our token lies below its largest one.
+        control: The same for the answer of another adapter; the check can fail if it is large.
         fault: What is wrong; "" if nothing is.
     """
 
     gap: float
+    control: float
     fault: str
 
 
@@ -82,24 +85,23 @@ def check_against_peft(scenario: Scenario, console: Console) -> bool:
         f"{HOST_ADAPTERS} in host: {ours.summary}."
     )
     del model  # PEFT judges on a model that the engine never touched
-    base = scenario.load_model(torch.float32)
-    verdicts: dict[str | None, Verdict] = {}
-    for name in track([None, *paths], "Asking PEFT", console=console):
-        adapter = None if name is None else paths[name]
-        verdicts[name] = _judge(base, adapter, prompt, ours.answers[name], scenario)
+    verdicts = peft_verdicts(scenario, paths, prompt, ours, console)
     _print_verdicts(console, fleet, ours, verdicts)
-    faults = [f"{name or _BASE}: {v.fault}" for name, v in verdicts.items() if v.fault]
-    faults += blind_spots({name or _BASE: answers[-1] for name, answers in ours.answers.items()})
-    for fault in faults:
-        console.print(f"MISMATCH  {fault}", style="bold red", markup=False)
-    if not faults:
-        console.print(
-            f"All {len(paths)} adapters and the base answer as PEFT does (each of our tokens is "
-            f"PEFT's best within {TOLERANCE:g}), {len(ours.read_again)} of them after they were "
-            "evicted from both tiers and read again; no two answers are equal.",
-            style="bold green",
-        )
-    return not faults
+    mismatches = [f"{name or _BASE}: {v.fault}" for name, v in verdicts.items() if v.fault]
+    undecided = list(blind_spots(ours, verdicts))
+    for label, faults in (("MISMATCH", mismatches), ("UNDECIDED", undecided)):
+        for fault in faults:
+            console.print(f"{label}  {fault}", style="bold red", markup=False)
+    if mismatches or undecided:
+        return False
+    console.print(
+        f"All {len(paths)} adapters and the base answer as PEFT does (each of our tokens is "
+        f"PEFT's best within {TOLERANCE:g}), {len(ours.read_again)} of them after they were "
+        "evicted from both tiers and read again. No two answers are equal, and PEFT refused "
+        "every swapped answer.",
+        style="bold green",
+    )
+    return True
 
 
 def choose_checked(scenario: Scenario, model: nn.Module) -> dict[str, Path]:
@@ -156,61 +158,90 @@ def our_answers(
     return OurAnswers(answers, frozenset(read_again), summary)
 
 
-def blind_spots(answers: Mapping[str, Sequence[int]]) -> Iterable[str]:
-    """Why the comparison could not have failed: equal answers, or answers without variety."""
-    seen: dict[tuple[int, ...], str] = {}
-    for name, tokens in answers.items():
-        twin = seen.setdefault(tuple(tokens), name)
-        if twin != name:
-            yield f"{name}: answers exactly as {twin} does, so a mix-up of the two would not show"
-        if len(set(tokens)) < MIN_DISTINCT_TOKENS:
-            yield f"{name}: has only {len(set(tokens))} different tokens in its answer"
-
-
-def _judge(
-    base: nn.Module,
-    adapter: Path | None,
-    prompt: list[int],
-    answers: Sequence[list[int]],
+def peft_verdicts(
     scenario: Scenario,
-) -> Verdict:
-    """PEFT's logits along our answers, on the base with or without an adapter."""
+    paths: Mapping[str, Path],
+    prompt: list[int],
+    ours: OurAnswers,
+    console: Console,
+) -> dict[str | None, Verdict]:
+    """PEFT's opinion of the base and of every adapter, each alone on a fresh base model."""
+    base = scenario.load_model(torch.float32)
+    names: list[str | None] = [None, *paths]
+    verdicts: dict[str | None, Verdict] = {}
+    for number, name in enumerate(track(names, "Asking PEFT", console=console)):
+        swapped = ours.answers[names[number - 1]][-1]
+        with _with_adapter(base, None if name is None else paths[name]) as model:
+            verdicts[name] = _judge(model, prompt, ours.answers[name], swapped, scenario.decode)
+    return verdicts
+
+
+def blind_spots(ours: OurAnswers, verdicts: Mapping[str | None, Verdict]) -> Iterator[str]:
+    """Why the comparison could not have failed: answers that are equal, poor or fit others too."""
+    seen: dict[tuple[int, ...], str] = {}
+    for name, answers in ours.answers.items():
+        who = name or _BASE
+        tokens = tuple(answers[-1])
+        twin = seen.setdefault(tokens, who)
+        if twin != who:
+            yield f"{who}: answers exactly as {twin} does, so a mix-up of the two would not show"
+        elif verdicts[name].control <= TOLERANCE:
+            yield f"{who}: PEFT accepts the answer of another adapter as well"
+        if len(set(tokens)) < MIN_DISTINCT_TOKENS:
+            yield f"{who}: has only {len(set(tokens))} different tokens in its answer"
+
+
+@contextmanager
+def _with_adapter(base: nn.Module, adapter: Path | None) -> Iterator[Any]:
+    """The base model with an adapter in PEFT's hands, or alone; as it was before, afterwards."""
+    if adapter is None:
+        yield base
+        return
     from peft import PeftModel
 
-    model: Any = base
-    if adapter is not None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            model = PeftModel.from_pretrained(base, adapter).eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        model: Any = PeftModel.from_pretrained(base, adapter).eval()
     try:
-        verdicts = [_follow(model, prompt, answer, scenario) for answer in _distinct(answers)]
+        yield model
     finally:
-        if adapter is not None:
-            model.unload()
-    return max(verdicts, key=lambda verdict: verdict.gap)
-
-
-def _distinct(answers: Sequence[list[int]]) -> list[list[int]]:
-    return [list(answer) for answer in dict.fromkeys(map(tuple, answers))]
+        model.unload()
 
 
 @torch.inference_mode()
-def _follow(model: Any, prompt: list[int], answer: list[int], scenario: Scenario) -> Verdict:
-    """Feeds our own tokens to PEFT and sees whether it would have chosen each of them."""
-    row = torch.tensor([prompt + answer])
-    logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    ours = logits.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
-    gaps = logits.amax(dim=1) - ours
-    gap = float(gaps.max())
-    if gap <= TOLERANCE:  # never true for NaN
-        return Verdict(gap, "")
-    step = int((gaps > TOLERANCE).int().argmax())
-    best = int(logits[step].argmax())
-    return Verdict(
-        gap,
-        f"token {step + 1} is {scenario.decode([answer[step]])!r}, but PEFT prefers "
-        f"{scenario.decode([best])!r} by {float(gaps[step]):.3g}",
-    )
+def _judge(
+    model: Any,
+    prompt: list[int],
+    answers: Sequence[list[int]],
+    swapped: list[int],
+    decode: Callable[[Sequence[int]], str],
+) -> Verdict:
+    """Feeds tokens to PEFT and sees whether it would have chosen each of them itself.
+
+    Args:
+        model: Of PEFT.
+        prompt: Comes before every answer.
+        answers: What we answered with this adapter.
+        swapped: What we answered with another one, of the same length.
+        decode: Tokens to text.
+    """
+    ours = [list(answer) for answer in dict.fromkeys(map(tuple, answers))]
+    rows = torch.tensor([*ours, swapped])
+    context = torch.tensor([prompt]).expand(len(rows), -1)
+    logits = model(input_ids=torch.cat([context, rows], dim=1), use_cache=False).logits
+    logits = logits[:, len(prompt) - 1 : -1]
+    gaps = logits.amax(dim=2) - logits.gather(2, rows.unsqueeze(2)).squeeze(2)
+    fault = ""
+    for row, answer in enumerate(ours):
+        wrong = [step for step, gap in enumerate(gaps[row].tolist()) if not gap <= TOLERANCE]
+        if wrong and not fault:
+            step = wrong[0]
+            best = int(logits[row, step].argmax())
+            fault = (
+                f"token {step + 1} is {decode([answer[step]])!r}, but PEFT prefers "
+                f"{decode([best])!r} by {float(gaps[row, step]):.3g}"
+            )
+    return Verdict(float(gaps[:-1].max()), float(gaps[-1].max()), fault)
 
 
 def _print_verdicts(
@@ -218,13 +249,16 @@ def _print_verdicts(
 ) -> None:
     table = Table("adapter", box=SIMPLE_HEAD)
     table.add_column("rank", justify="right")
-    table.add_column("targets")
-    table.add_column("last answer after")
-    table.add_column("largest gap", justify="right")
+    table.add_column("targets", no_wrap=True)
+    table.add_column("cache", no_wrap=True)
+    table.add_column("gap", justify="right")
+    table.add_column("gap if swapped", justify="right")
     table.add_column("PEFT")
     for name, verdict in verdicts.items():
         shape = ("", "") if name is None else describe(fleet.infos[name])
-        history = "" if name is None else ("re-read" if name in ours.read_again else "cache hit")
+        history = "" if name is None else ("re-read" if name in ours.read_again else "hit")
         agrees = "differs" if verdict.fault else "agrees"
-        table.add_row(name or _BASE, *shape, history, f"{verdict.gap:.1e}", agrees)
+        table.add_row(
+            name or _BASE, *shape, history, f"{verdict.gap:.1g}", f"{verdict.control:.1f}", agrees
+        )
     console.print(table)

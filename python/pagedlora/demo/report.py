@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pagedlora import _core
 from pagedlora.demo.fleet import Fleet
 from pagedlora.engine.llm import LLM
+from pagedlora.peft_cache import Tier
 from pagedlora.sizes import format_size
 
 LOG_COLUMNS = 100
@@ -51,7 +53,7 @@ def print_cache(console: Console, llm: LLM, fleet: Fleet, asked: Sequence[str]) 
     """
     cache = llm.peft_cache_manager
     stats = cache.stats
-    tiers = (
+    tiers: tuple[tuple[Tier, _core.TierStats, int], ...] = (
         ("host", stats.host, cache.max_host_pages),
         ("device", stats.device, cache.max_device_pages),
     )
@@ -78,6 +80,7 @@ def print_cache(console: Console, llm: LLM, fleet: Fleet, asked: Sequence[str]) 
     device_again = stats.device.misses - len(asked)
     add("re-reads", f"{stats.source_rereads:,} from file", f"{device_again:,} from host")
     console.print(table)
+    console.print("(Counted in host by request, on the device by adapter and step.)", style="dim")
     device_bytes = cache.max_device_pages * page
     console.print(
         f"{len(fleet.infos)} adapters registered, {len(asked)} asked, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,13 +17,16 @@ from pagedlora.demo.generated_adapters import FLEET_SHAPES, write_adapters
 from pagedlora.demo.scenario import DemoError, Scenario, Workload
 from pagedlora.demo.smollm2 import DEMO_PROMPT, MODEL_NAME, fetch_smollm2
 from pagedlora.model_config import LoraModelConfig
+from pagedlora.sizes import format_size
 
 NUM_TRAINED = 8
 NUM_GENERATED = 200
-STRENGTH = 0.15
+STRENGTH = 0.8
+"""Enough that answers differ from the base's, and little enough that they stay words."""
+SCRATCH_BYTES = 600 * 2**20
 WORKLOAD = Workload(
     answer_tokens=32,
-    answer_rounds=3,
+    answer_rounds=2,
     stream_waves=4,
     wave_requests=24,
     stream_tokens=12,
@@ -54,12 +58,16 @@ def smollm2_scenario(
         seed: Of the generated adapters and of the stream.
 
     Raises:
-        DemoError: The trained adapters were not found, or the model could not be fetched.
+        DemoError: The trained adapters were not found, the model could not be fetched, or the
+            disk is too full.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     shown = find_trained_adapters(adapters)
-    directory = model or _fetch(console)
+    directory = _fetch(console) if model is None else model
+    if not (directory / "config.json").is_file():
+        raise DemoError(f"{directory} holds no config.json: name a model directory with --model")
+    _check_disk(scratch)
     config = LoraModelConfig.from_hf_config(AutoConfig.from_pretrained(directory))
     tokenizer = AutoTokenizer.from_pretrained(directory)
 
@@ -106,6 +114,15 @@ def _fetch(console: Console) -> Path:
         return fetch_smollm2(console=console)
     except RuntimeError as error:
         raise DemoError(str(error)) from error
+
+
+def _check_disk(scratch: Path) -> None:
+    free = shutil.disk_usage(scratch).free
+    if free < SCRATCH_BYTES:
+        raise DemoError(
+            f"{scratch.parent} has {format_size(free)} free and the generated adapters need "
+            f"{format_size(SCRATCH_BYTES)}: make room, or set PAGEDLORA_CACHE to another directory"
+        )
 
 
 def find_trained_adapters(given: Path | None) -> dict[str, Path]:

@@ -9,7 +9,7 @@ import torch
 
 from pagedlora.engine.sampler import TokenChoice, sample_tokens
 from pagedlora.engine.step import ScheduledSequence, StepBatch
-from pagedlora.errors import PagedLoraError
+from pagedlora.errors import NonFiniteLogitsError, PagedLoraError
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.requests import FinishReason, LlmRequest, RequestState
 from pagedlora.scheduler.arrival_order import ArrivalOrderScheduler
@@ -200,9 +200,9 @@ class EngineCore:
         return "length" if len(request.output_token_ids) == request.max_tokens else None
 
 
-def _not_finite(request: LlmRequest) -> PagedLoraError:
+def _not_finite(request: LlmRequest) -> NonFiniteLogitsError:
     culprit = "the base model" if request.lora_task_id is None else "the adapter or the base model"
-    return PagedLoraError(
+    return NonFiniteLogitsError(
         f"the logits of request {request.request_id} after "
         f"{request.num_computed_tokens} tokens are not finite: weights of {culprit} are NaN or "
         "overflow in this dtype; check them, or use float32"

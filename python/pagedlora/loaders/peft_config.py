@@ -194,13 +194,13 @@ def _rank(fields: Mapping[str, Any], path: str) -> int:
 
 
 def _alpha(fields: Mapping[str, Any], path: str) -> float:
-    alpha = fields.get("lora_alpha")
+    alpha: Any = fields.get("lora_alpha")
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    if not is_number or not -_MAX_FLOAT32 <= alpha <= _MAX_FLOAT32:
-        raise _format_error(
-            path, f"has lora_alpha={_shorten(alpha)}: it must be a number in float32's range"
-        )
-    return float(alpha)
+    if is_number and -_MAX_FLOAT32 <= alpha <= _MAX_FLOAT32:
+        return float(alpha)
+    raise _format_error(
+        path, f"has lora_alpha={_shorten(alpha)}: it must be a number in float32's range"
+    )
 
 
 def _flag(fields: Mapping[str, Any], name: str, path: str) -> bool:

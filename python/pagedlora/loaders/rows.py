@@ -119,8 +119,9 @@ def make_rows(
         AdapterFormatError: The model has no such module, or one of other sizes.
         UnsupportedAdapterError: The rank is over the maximum.
     """
+    modules = model_config.modules  # a copy: taken once, not per row
     return [
-        _make_row(module, pair, model_config, scale, path)
+        _make_row(module, pair, model_config, modules, scale=scale, path=path)
         for module, pair in adapter.modules.items()
     ]
 
@@ -175,6 +176,8 @@ def _make_row(
     module: str,
     pair: MatrixPair,
     model_config: _core.LoraModelConfig,
+    modules: list[_core.LoraModule],
+    *,
     scale: float,
     path: str,
 ) -> _core.PlannedRow:
@@ -192,7 +195,7 @@ def _make_row(
             f"raise max_lora_rank to serve '{path}'",
             field="r",
         )
-    sizes = model_config.modules[index]
+    sizes = modules[index]
     for tensor, expected in (
         (pair.a, [pair.rank, sizes.in_features]),
         (pair.b, [sizes.out_features, pair.rank]),
