@@ -108,7 +108,7 @@ format: $(VENV)/.stamp-dev ## Format the C++ and Python sources in place
 # ---- the rest ----------------------------------------------------------------------------------
 
 .PHONY: bench
-bench: $(VENV)/.stamp-package $(VENV)/.stamp-test gtest ## Run the benchmarks
+bench: $(VENV)/.stamp-package $(VENV)/.stamp-test $(VENV)/.stamp-demo gtest ## Run the benchmarks; the table of ratios comes last
 	@if [ -e benchmarks/cpp/CMakeLists.txt ]; then \
 	  cmake --preset release -DPAGEDLORA_BENCH=ON; \
 	  cmake --build --preset release --parallel $(JOBS); \
@@ -116,9 +116,7 @@ bench: $(VENV)/.stamp-package $(VENV)/.stamp-test gtest ## Run the benchmarks
 	    build/release/benchmarks/cpp/$$(basename "$$source" .cc); \
 	  done; \
 	fi
-	@for script in benchmarks/python/*_bench.py; do \
-	  [ ! -e "$$script" ] || $(BIN)/python "$$script"; \
-	done
+	$(BIN)/python -m benchmarks.python.run
 
 .PHONY: install
 install: $(VENV)/.stamp-package ## Build the package and install it into .venv

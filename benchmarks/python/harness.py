@@ -71,6 +71,12 @@ class Timings:
             statistics.median(t.cpu for t in times), statistics.median(t.wall for t in times)
         )
 
+    def subtract(self, name: str, whole: str, part: str) -> None:
+        """Adds a case: what of `whole` is not `part`."""
+        for times in self.rounds:
+            pairs = zip(times[whole], times[part], strict=True)
+            times[name] = Seconds(*(longer - shorter for longer, shorter in pairs))
+
     def result(
         self, title: str, slow: str, fast: str, goal: float | None = None, detail: str = ""
     ) -> Result:

@@ -1,6 +1,6 @@
 """Runs the benchmarks, writes their JSON and prints their table last.
 
-    python -m benchmarks.python.run [--only load|serve|registered ...] [--output FILE]
+python -m benchmarks.python.run [--only load|serve|registered ...] [--output FILE]
 """
 
 from __future__ import annotations

@@ -69,9 +69,17 @@ PolicyNode* LoraCache::next_victim() {
   return nullptr;
 }
 
+std::optional<Shortage> LoraCache::shortage(std::size_t pages, std::size_t kept_pages) const {
+  const std::size_t evictable = evictable_pages_ - kept_pages;
+  if (pages > pool_.num_free() + evictable) {
+    return Shortage{pages, pool_.num_free(), evictable};
+  }
+  return std::nullopt;
+}
+
 std::optional<Shortage> LoraCache::try_make_room(std::size_t pages, std::vector<TaskId>& evicted) {
-  if (pages > pool_.num_free() + evictable_pages_) {
-    return Shortage{pages, pool_.num_free(), evictable_pages_};
+  if (const std::optional<Shortage> missing = shortage(pages)) {
+    return missing;
   }
   while (pool_.num_free() < pages) {
     const TaskId victim = next_victim()->task;

@@ -14,6 +14,8 @@ constexpr std::size_t kMaxPageBytes = 256U << 10;
 constexpr std::size_t kMinPageBytes = 4096;
 constexpr std::size_t kMaxCandidates = 128;
 constexpr std::array<std::size_t, 4> kPartsPerPage{1, 4, 8, 16};
+// Parts of one adapter beyond which a layout takes too long to judge, and to load.
+constexpr std::size_t kMaxParts = std::size_t{1} << 18;
 constexpr double kGoodEnough = 0.998;
 
 using RankList = std::vector<std::uint32_t>;
@@ -78,6 +80,22 @@ std::size_t candidate_step(const LoraModelConfig& config, std::size_t largest) {
   return base * std::max<std::size_t>(multiple, 1);
 }
 
+// Bytes of the largest adapter of the fleets.
+std::size_t largest_adapter_bytes(const LoraModelConfig& config, const std::vector<Fleet>& fleets) {
+  std::size_t largest = 0;
+  for (const Fleet& fleet : fleets) {
+    for (const std::vector<RowShape>& rows : fleet) {
+      std::size_t elements = 0;
+      for (const RowShape& row : rows) {
+        const LoraModule& module = config.module(row.module);
+        elements += row.rank * static_cast<std::size_t>(module.in_features + module.out_features);
+      }
+      largest = std::max(largest, elements * element_bytes(config.dtype()));
+    }
+  }
+  return largest;
+}
+
 }  // namespace
 
 double utilisation(const LoraModelConfig& config, const Fleet& fleet, const LayoutParams& params) {
@@ -123,12 +141,14 @@ LayoutParams search_layout_params(const LoraModelConfig& config, std::size_t bud
   const std::vector<Fleet> fleets = standard_fleets(config);
   const std::size_t step = candidate_step(config, largest);
   LayoutParams best{largest / kSlotBytes * kSlotBytes, element_bytes(config.dtype()), 0};
+  const std::size_t most_bytes = largest_adapter_bytes(config, fleets);
   double best_utilisation = 0.0;
   for (std::size_t page = largest / step * step;
        page >= std::min(kMinPageBytes, largest) && page > 0; page -= step) {
     for (const std::size_t parts : kPartsPerPage) {
       const LayoutParams params{page, best.element_bytes, page / parts / kSlotBytes * kSlotBytes};
-      if (params.max_part_bytes < std::max(least, kSlotBytes)) {
+      if (params.max_part_bytes < std::max(least, kSlotBytes) ||
+          most_bytes / params.max_part_bytes > kMaxParts) {
         continue;
       }
       const double worst = worst_utilisation(config, fleets, params, best_utilisation);

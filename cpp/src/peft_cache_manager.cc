@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "internal/page_runs.h"
 #include "internal/stopwatch.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/page_size_search.h"
@@ -20,19 +21,9 @@ LayoutParams choose_layout_params(const LoraModelConfig& config, const PeftCache
           sizes.max_part_bytes != 0 ? sizes.max_part_bytes : sizes.page_bytes};
 }
 
-// Neighbouring pages of both sides become one run.
-std::vector<CopyRun> page_runs(const TaskPages& from, const TaskPages& to) {
-  std::vector<CopyRun> runs;
-  for (std::uint32_t page = 0; page < from.layout->num_pages(); ++page) {
-    const CopyRun run{from.address({page, 0}), to.address({page, 0}), from.page_bytes};
-    if (!runs.empty() && runs.back().source + runs.back().bytes == run.source &&
-        runs.back().target + runs.back().bytes == run.target) {
-      runs.back().bytes += run.bytes;
-    } else {
-      runs.push_back(run);
-    }
-  }
-  return runs;
+[[noreturn]] void refuse(const LoraCache& cache, const Shortage& shortage) {
+  throw LoraCacheFullError(cache.tier(), shortage.needed_pages, shortage.free_pages,
+                           shortage.evictable_pages);
 }
 
 }  // namespace
@@ -112,9 +103,15 @@ void PeftCacheManager::admit_record(RequestId request, TaskId task, const Carrie
 }
 
 void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights) {
-  check_fits_some_day(layouts_.get(weights.plan->row_shapes())->num_pages());
+  if (weights.digest.empty()) {
+    throw InvalidArgumentError("weights that a request carries need a digest");
+  }
+  const std::vector<RowShape> shapes = weights.plan->row_shapes();
+  check_fits_some_day(layouts_.get(shapes)->num_pages());
   const auto found = records_.find(task);
-  if (found != records_.end() && found->second.digest != weights.digest) {
+  // The shapes are compared as well, so that a digest of too little cannot misplace anything.
+  if (found != records_.end() &&
+      (found->second.digest != weights.digest || found->second.plan->row_shapes() != shapes)) {
     const LoraCache::Entry* leased = device_.find(task);
     if (owners_.has_any(task) || (leased != nullptr && leased->pins != 0)) {
       throw RequestConflictError("task " + std::to_string(task.value) +
@@ -159,8 +156,7 @@ void PeftCacheManager::make_room(LoraCache& cache, std::size_t pages) {
   const std::size_t free_before = cache.pool().num_free();
   std::vector<TaskId> evicted;
   if (const std::optional<Shortage> shortage = cache.try_make_room(pages, evicted)) {
-    throw LoraCacheFullError(cache.tier(), shortage->needed_pages, shortage->free_pages,
-                             shortage->evictable_pages);
+    refuse(cache, *shortage);
   }
   TierStats& tier = &cache == &host_ ? stats_.host : stats_.device;
   tier.tasks_evicted += evicted.size();
@@ -226,7 +222,8 @@ void PeftCacheManager::refill_host_from_device(TaskId task, TaskRecord& record) 
   make_room(host_, record.layout->num_pages());
   host_.claim(task, record.layout->num_pages());
   try {
-    device_.pool().device().copy_to_host(page_runs(pages_of(device_, task), pages_of(host_, task)));
+    device_.pool().device().copy_to_host(
+        internal::page_runs(pages_of(device_, task), pages_of(host_, task)));
   } catch (...) {
     host_.fail(task);
     throw;
@@ -297,31 +294,28 @@ std::vector<TaskId> PeftCacheManager::resolve_batch(std::span<const RequestId> r
   return tasks;
 }
 
-// Pins what is there, then claims pages for the rest: all of it or, with an error, nothing.
+// Pins what is there and claims pages for the rest: all of it or, with an error, nothing.
 void PeftCacheManager::claim_absent(const std::vector<TaskId>& tasks) {
   std::size_t needed = 0;
+  std::size_t kept = 0;
   for (const TaskId task : tasks) {
-    if (device_.is_resident(task)) {
-      device_.pin(task);
-    } else {
-      needed += records_.at(task).layout->num_pages();
-    }
+    const LoraCache::Entry* entry = device_.find(task);
+    needed += entry == nullptr ? records_.at(task).layout->num_pages() : 0;
+    kept += entry != nullptr && entry->pins == 0 ? entry->pages.size() : 0;
   }
-  try {
-    make_room(device_, needed);
-  } catch (...) {
-    for (const TaskId task : tasks) {
-      if (device_.is_resident(task)) {
-        device_.unpin(task);
-      }
-    }
-    throw;
+  if (const std::optional<Shortage> shortage = device_.shortage(needed, kept)) {
+    refuse(device_, *shortage);
   }
   for (const TaskId task : tasks) {
     if (device_.is_resident(task)) {
       ++stats_.device.hits;
+      device_.pin(task);
       device_.set_class(task, class_of(task));
-    } else {
+    }
+  }
+  make_room(device_, needed);
+  for (const TaskId task : tasks) {
+    if (!device_.is_resident(task)) {
       ++stats_.device.misses;
       device_.claim(task, records_.at(task).layout->num_pages());
       device_.pin(task);
@@ -333,7 +327,7 @@ void PeftCacheManager::copy_to_device(TaskId task) {
   const internal::Stopwatch stopwatch(stats_.device.load_seconds);
   try {
     device_.pool().device().copy_from_host(
-        page_runs(pages_of(host_, task), pages_of(device_, task)));
+        internal::page_runs(pages_of(host_, task), pages_of(device_, task)));
   } catch (...) {
     device_.unpin(task);
     device_.fail(task);

@@ -98,6 +98,10 @@ class Machine {
   static constexpr std::size_t kHostPages = 26;
   static constexpr std::size_t kDevicePages = 20;
   static constexpr std::size_t kPageBytes = 512;
+  static constexpr PeftCacheSizes kSizes{.host_cache_bytes = kHostPages * kPageBytes,
+                                         .device_cache_bytes = kDevicePages * kPageBytes,
+                                         .page_bytes = kPageBytes,
+                                         .max_part_bytes = 0};
   static constexpr int kRegistered = 7;
   static constexpr std::uint32_t kRequests = 9;
   static constexpr std::size_t kCarried = 3;
@@ -252,10 +256,7 @@ class Machine {
   const std::shared_ptr<const LoraModelConfig> config_ =
       float32_model({{16, 8}, {8, 24}, {12, 12}});
   const std::shared_ptr<FakeDevice> device_ = std::make_shared<FakeDevice>();
-  PeftCacheManager manager_{config_,
-                            {kHostPages * kPageBytes, kDevicePages* kPageBytes, kPageBytes, 0},
-                            device_,
-                            eviction_policy_factory("lru")};
+  PeftCacheManager manager_{config_, kSizes, device_, eviction_policy_factory("lru")};
   PeftModel model_{kHostPages, kDevicePages};
   std::vector<TaskId> tasks_;  // registered
   std::array<std::array<TestAdapter, 2>, kCarried> carried_;

@@ -152,9 +152,8 @@ class PeftModel {
       }
     }
     if (!make_room_on_device(needed)) {
-      for (const TaskId task : present) {  // having been asked for counts as a use
+      for (const TaskId task : present) {
         device.at(task).is_leased = false;
-        device.at(task).used = ++clock_;
       }
       return Outcome::full;
     }

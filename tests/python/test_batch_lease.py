@@ -120,6 +120,26 @@ def test_leased_copies_stay_and_a_batch_too_large_changes_nothing(
         assert peft.is_task_cached_device(request.lora_task_id)
 
 
+def test_a_batch_that_does_not_fit_evicts_nobody(make_cache: MakeCache, tmp_path: Path) -> None:
+    small, large = pages_of_random_adapter(4), pages_of_random_adapter(12)
+    cache = make_cache(device_pages=small + large - 1)
+    register_adapters(cache, tmp_path, "a", "idle", rank=4)
+    register_adapters(cache, tmp_path, "large", rank=12)
+    peft = cache.peft
+    requests = [cache.request(i, name) for i, name in enumerate(("a", "idle", "large"))]
+    for request in requests:
+        peft.add_request_peft(request)
+    peft.ensure_batch(requests[:2], []).close()
+    peft.mark_request_done(requests[1])
+    with pytest.raises(LoraCacheFullError) as caught:
+        peft.ensure_batch([requests[0], requests[2]], [])
+    assert (caught.value.needed_pages, caught.value.evictable_pages) == (large, small)
+    assert [peft.is_task_cached_device(r.lora_task_id) for r in requests] == [True, True, False]
+    assert peft.stats.device.tasks_evicted == 0
+    peft.ensure_batch([requests[2]], []).close()
+    assert peft.stats.device.tasks_evicted == 2
+
+
 def test_reset_gives_up_the_device_copies_of_owners_before_the_batch(
     make_cache: MakeCache, tmp_path: Path
 ) -> None:

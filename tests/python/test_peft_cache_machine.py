@@ -43,7 +43,7 @@ UNKNOWN_TASK = 77
 
 requests = st.integers(0, 6)
 seeds = st.integers(1, 3)
-picks = st.integers(0, 7)
+picks = st.integers(0, 8)
 tiers = st.sampled_from(("host", "device"))
 
 
@@ -67,9 +67,13 @@ class PeftCacheMachine(RuleBasedStateMachine):
         self.tensors: dict[int, dict[str, torch.Tensor]] = {}
         self.paths: dict[int, Path] = {}
         self.broken: dict[int, type[PagedLoraError]] = {}
+        self.verified: dict[Tier, set[int]] = {"host": set(), "device": set()}
         self.lease = None
 
     def teardown(self) -> None:
+        for tier in ("host", "device"):
+            for task in self.model.resident[tier]:
+                self.check_content(task, tier)
         self.peft.close()
         check_pages(self.peft)
         shutil.rmtree(self.directory)
@@ -78,13 +82,13 @@ class PeftCacheMachine(RuleBasedStateMachine):
 
     @initialize()
     def start_with_a_batch(self) -> None:
-        for rank in (4, 9, 16, 1, 4):
+        for rank in (9, 4, 16, 9, 4, 16):
             self.register(rank=rank, poisoned=False)
         for request in (0, 1):
             self.add_registered(request=request, pick=request)
         self.ensure(batch=[0, 1], reset=False)
 
-    @precondition(lambda self: len(self.paths) < 8)
+    @precondition(lambda self: len(self.paths) < 9)
     @rule(rank=st.sampled_from(RANKS), poisoned=st.sampled_from((False,) * 5 + (True,)))
     def register(self, rank: int, poisoned: bool) -> None:
         number = len(self.paths)
@@ -239,12 +243,19 @@ class PeftCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def contents_are_right(self) -> None:
+        """Of every new resident, and again and again of what is leased."""
         for tier in ("host", "device"):
-            for task in self.model.resident[tier]:
-                expected = weights_of(self.tensors[task], torch.float16)
-                assert_same_weights(self.peft.task_weights(task, tier), expected)
+            residents = self.model.resident[tier]
+            leased = self.model.leased if tier == "device" else set()
+            for task in residents - (self.verified[tier] - leased):
+                self.check_content(task, tier)
+            self.verified[tier] = set(residents)
 
     # ---- helpers -------------------------------------------------------------------------------
+
+    def check_content(self, task: int, tier: Tier) -> None:
+        expected = weights_of(self.tensors[task], torch.float16)
+        assert_same_weights(self.peft.task_weights(task, tier), expected)
 
     def make_tensors(self, rank: int, seed: int) -> dict[str, torch.Tensor]:
         return adapter_tensors(self.cache.config.modules, rank, seed)
@@ -315,6 +326,7 @@ class PeftCacheMachine(RuleBasedStateMachine):
             return
         for tier in ("host", "device"):
             self.model.resident[tier].discard(task)
+            self.verified[tier].discard(task)
         self.model.demoted.discard(task)
         self.model.carried[task] = content
         self.model.pages[task] = self.peft.determine_num_pages(LlmRequest(0, task, weights))
@@ -323,7 +335,7 @@ class PeftCacheMachine(RuleBasedStateMachine):
 
 TestPeftCacheMachine = PeftCacheMachine.TestCase
 TestPeftCacheMachine.settings = settings(
-    max_examples=120,
+    max_examples=200,
     stateful_step_count=50,
     deadline=None,
     print_blob=True,

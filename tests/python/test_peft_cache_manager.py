@@ -229,6 +229,35 @@ def test_a_full_host_tier_says_its_numbers_and_changes_nothing(
     assert not peft.is_task_cached(cache.adapters.task_id("a"))
 
 
+def test_eviction_is_all_or_nothing(make_cache: MakeCache, tmp_path: Path) -> None:
+    small, large = pages_of_random_adapter(4), pages_of_random_adapter(12)
+    total = small + large - 1
+    cache = make_cache(host_pages=total, device_pages=total)
+    register_adapters(cache, tmp_path, "owned", "idle", rank=4)
+    register_adapters(cache, tmp_path, "large", rank=12)
+    peft = cache.peft
+    for request, name in enumerate(("idle", "owned")):
+        peft.add_request_peft(cache.request(request, name))
+    peft.ensure_batch([cache.request(0, "idle"), cache.request(1, "owned")], []).close()
+    peft.mark_request_done(cache.request(0, "idle"))
+    with pytest.raises(LoraCacheFullError) as caught:
+        peft.add_request_peft(cache.request(2, "large"))
+    error = caught.value
+    assert (error.needed_pages, error.evictable_pages) == (large, small)
+    assert error.free_pages == total - 2 * small
+    assert peft.is_task_cached(cache.adapters.task_id("idle"))
+    assert peft.stats.host.tasks_evicted == 0
+
+    peft.mark_request_done(cache.request(1, "owned"))
+    peft.add_request_peft(cache.request(2, "large"))  # displaces both, but from the host tier only
+    for name in ("idle", "owned"):
+        assert cache.adapters.get(name).tiers == ("device",)
+    with pytest.raises(LoraCacheFullError):  # neither does the host copy fit beside the large one
+        peft.add_request_peft(cache.request(3, "owned"))
+    assert cache.adapters.get("large").tiers == ("host",)
+    assert cache.adapters.get("owned").owners == frozenset()
+
+
 def test_an_adapter_that_fits_neither_tier_is_told_at_once(
     make_cache: MakeCache, tmp_path: Path
 ) -> None:

@@ -178,8 +178,9 @@ class PeftOracle:
     def _activate(self, case: Case) -> Any:
         if case.adapter is None:
             return self._base
-        with quiet_peft():
-            self._model.set_adapter(case.adapter, inference_mode=True)
+        if self._model.active_adapters != [case.adapter]:
+            with quiet_peft():
+                self._model.set_adapter(case.adapter, inference_mode=True)
         return self._model
 
 

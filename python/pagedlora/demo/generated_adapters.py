@@ -56,8 +56,8 @@ def write_adapters(
         named_shapes: What to write.
         modules: All modules of the model that can carry LoRA.
         seed: The same seed, the same bytes.
-        strength: Size of an adapter's effect on the output of a module whose input has unit
-            variance.
+        strength: Size of an adapter's effect on its modules' outputs for inputs of unit variance,
+            if it touches two kinds of modules; one that touches more spreads it over them.
 
     Returns:
         Name to directory, in the order given.
@@ -69,7 +69,9 @@ def write_adapters(
         touched = [module for module in modules if shape.targets(module.name)]
         alpha = shape.rank * (1 + number % 2)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-        b_bound = strength * 3 / math.sqrt(shape.rank) / (alpha / shape.rank)
+        kinds = len({module.name.rpartition(".")[2] for module in touched})
+        effect = strength * math.sqrt(2 / kinds)
+        b_bound = effect * 3 / math.sqrt(shape.rank) / (alpha / shape.rank)
         tensors = _random_tensors(touched, shape.rank, b_bound, generator)
         save_file(tensors, paths[name] / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_config(paths[name], shape, alpha)

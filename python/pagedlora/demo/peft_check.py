@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ def check_against_peft(scenario: Scenario, console: Console) -> bool:
     verdicts = peft_verdicts(scenario, paths, prompt, ours, console)
     _print_verdicts(console, fleet, ours, verdicts)
     mismatches = [f"{name or _BASE}: {v.fault}" for name, v in verdicts.items() if v.fault]
-    undecided = list(blind_spots(ours, verdicts))
+    undecided = list(blind_spots(ours, verdicts, {None, *scenario.shown}))
     for label, faults in (("MISMATCH", mismatches), ("UNDECIDED", undecided)):
         for fault in faults:
             console.print(f"{label}  {fault}", style="bold red", markup=False)
@@ -176,8 +176,16 @@ def peft_verdicts(
     return verdicts
 
 
-def blind_spots(ours: OurAnswers, verdicts: Mapping[str | None, Verdict]) -> Iterator[str]:
-    """Why the comparison could not have failed: answers that are equal, poor or fit others too."""
+def blind_spots(
+    ours: OurAnswers, verdicts: Mapping[str | None, Verdict], varied: Set[str | None]
+) -> Iterator[str]:
+    """Why the comparison could not have failed: answers that are equal, poor or fit others too.
+
+    Args:
+        ours: The answers.
+        verdicts: PEFT's opinion of them.
+        varied: Whose answers must have variety; one of random content may well stammer.
+    """
     seen: dict[tuple[int, ...], str] = {}
     for name, answers in ours.answers.items():
         who = name or _BASE
@@ -187,7 +195,7 @@ def blind_spots(ours: OurAnswers, verdicts: Mapping[str | None, Verdict]) -> Ite
             yield f"{who}: answers exactly as {twin} does, so a mix-up of the two would not show"
         elif verdicts[name].control <= TOLERANCE:
             yield f"{who}: PEFT accepts the answer of another adapter as well"
-        if len(set(tokens)) < MIN_DISTINCT_TOKENS:
+        if name in varied and len(set(tokens)) < MIN_DISTINCT_TOKENS:
             yield f"{who}: has only {len(set(tokens))} different tokens in its answer"
 
 

@@ -21,7 +21,7 @@ from pagedlora.sizes import format_size
 
 NUM_TRAINED = 8
 NUM_GENERATED = 200
-STRENGTH = 0.8
+STRENGTH = 1.1
 """Enough that answers differ from the base's, and little enough that they stay words."""
 SCRATCH_BYTES = 600 * 2**20
 WORKLOAD = Workload(
@@ -30,7 +30,7 @@ WORKLOAD = Workload(
     stream_waves=4,
     wave_requests=24,
     stream_tokens=12,
-    check_tokens=12,
+    check_tokens=16,
     checked_generated=8,
     host_adapters=32,
 )

@@ -23,7 +23,7 @@ from pagedlora.demo.scenario import Scenario, Workload
 from pagedlora.model_config import LoraModelConfig
 
 NUM_GENERATED = 40
-STRENGTH = 0.5
+STRENGTH = 0.8
 WORKLOAD = Workload(
     answer_tokens=24,
     answer_rounds=3,

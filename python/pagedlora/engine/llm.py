@@ -253,6 +253,9 @@ class LLM:
         """Runs all requests to their end."""
         outputs: dict[int, RequestOutput] = {}
         order: list[int] = []
+        interrupted = PagedLoraError("generate() was interrupted")
+        if self._core.has_unfinished:  # a second Ctrl-C cut the last call's clean-up short
+            self._core.abort_all(interrupted)
         try:
             for prompt, params, lora in inputs:
                 request_id = next(self._request_ids)
@@ -269,7 +272,7 @@ class LLM:
                 for ended in self._core.step():
                     outputs[ended.request_id] = self._processor.make_output(ended)
         except BaseException:
-            self._core.abort_all(PagedLoraError("generate() was interrupted"))
+            self._core.abort_all(interrupted)
             raise
         return [outputs[request_id] for request_id in order]
 

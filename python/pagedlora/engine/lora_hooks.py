@@ -52,7 +52,16 @@ class RowMap:
 class _ModuleHook:
     """The forward hook of one module."""
 
-    __slots__ = ("_in_features", "_index", "_name", "_operator", "_out_features", "_row_map")
+    __slots__ = (
+        "_core_dtype",
+        "_dtype",
+        "_in_features",
+        "_index",
+        "_name",
+        "_operator",
+        "_out_features",
+        "_row_map",
+    )
 
     def __init__(
         self, operator: _core.LoraOperator, module: _core.LoraModule, index: int, row_map: RowMap
@@ -63,6 +72,9 @@ class _ModuleHook:
         self._out_features: int = module.out_features
         self._index = index
         self._row_map = row_map
+        # The dtype of the last call, and the core's name of it.
+        self._dtype: torch.dtype | None = None
+        self._core_dtype: _core.Dtype | None = None
 
     def __call__(
         self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
@@ -85,6 +97,9 @@ class _ModuleHook:
                 f"module '{self._name}' takes {x.dtype} and returns {dtype}; adapters need one "
                 "dtype"
             )
+        if dtype is not self._dtype:
+            self._core_dtype = to_core_dtype(dtype)
+            self._dtype = dtype
         self._operator.apply(
             batch,
             self._index,
@@ -93,7 +108,7 @@ class _ModuleHook:
             num_rows,
             self._in_features,
             self._out_features,
-            to_core_dtype(dtype),
+            self._core_dtype,
         )
         # A strided output was copied: the copy, with the adapters added, takes its place.
         return None if y is output else y

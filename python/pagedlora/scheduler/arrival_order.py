@@ -196,7 +196,7 @@ class ArrivalOrderScheduler:
         self._release(self._live[request.request_id])
 
     def abort_all(self, error: PagedLoraError) -> list[LlmRequest]:
-        """Ends all live requests, in whatever state an interrupt left them.
+        """Ends all live requests, in whatever state an interrupt left them; idempotent.
 
         Returns:
             The requests that were failed with `error`, in arrival order.
@@ -208,11 +208,11 @@ class ArrivalOrderScheduler:
             if entry.request.state not in (RequestState.FINISHED, RequestState.FAILED):
                 entry.request.advance_to(RequestState.FAILED)
                 entry.request.error = error
-        self._live.clear()
         self._waiting.clear()
         self._running.clear()
         self._tasks = _RunningTasks()
         self._kv.reset()
+        self._live.clear()  # last: until then `has_unfinished` says that this must be called again
         return [entry.request for entry in aborted if entry.request.error is error]
 
     def check_invariants(self) -> None:

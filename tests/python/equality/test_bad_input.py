@@ -238,6 +238,30 @@ def test_an_exception_anywhere_leaves_nothing_behind(
             break
 
 
+def test_a_second_interrupt_during_the_clean_up_leaves_nothing_behind(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = make_cases("llama")[:8]
+    expected = [answer.tokens for answer in bench.ask(cases, SHORT)]
+    core = bench.llm._core
+    for owner, name, nth in (
+        (bench.llm.peft_cache_manager, "mark_request_done", 1),
+        (bench.llm.peft_cache_manager, "mark_request_done", 2),
+        (core._kv, "reset", 1),
+    ):
+        with monkeypatch.context() as patch:
+            forward = FailsOnce(bench.recorder.forward, 2, "after", KeyboardInterrupt())
+            clean_up = FailsOnce(getattr(owner, name), nth, "before", KeyboardInterrupt())
+            patch.setattr(bench.recorder, "forward", forward)
+            patch.setattr(owner, name, clean_up)
+            with pytest.raises(KeyboardInterrupt):
+                bench.ask(cases, SHORT)
+            assert clean_up.calls == nth
+        assert core.has_unfinished
+        assert [answer.tokens for answer in bench.ask(cases, SHORT)] == expected
+        bench.check()
+
+
 class FailsOnce:
     """A function that raises in its n-th call, before or after it did its work."""
 
