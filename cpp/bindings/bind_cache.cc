@@ -302,6 +302,12 @@ void register_manager_queries(
           },
           "task_id"_a, ReleaseGil())
       .def(
+          "is_owner",
+          [](const PeftCacheManager& self, std::uint64_t request) {
+            return self.task_of(RequestId{request}).has_value();
+          },
+          "request_id"_a, ReleaseGil())
+      .def(
           "active_tasks",
           [](const PeftCacheManager& self) { return to_python(self.active_tasks()); }, ReleaseGil())
       .def(

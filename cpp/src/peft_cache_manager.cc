@@ -107,7 +107,8 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights)
     throw InvalidArgumentError("weights that a request carries need a digest");
   }
   const std::vector<RowShape> shapes = weights.plan->row_shapes();
-  check_fits_some_day(layouts_.get(shapes)->num_pages());
+  const std::size_t num_pages = layouts_.get(shapes)->num_pages();
+  check_fits_some_day(num_pages);
   const auto found = records_.find(task);
   // The shapes are compared as well, so that a digest of too little cannot misplace anything.
   if (found != records_.end() &&
@@ -116,6 +117,10 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights)
     if (owners_.has_any(task) || (leased != nullptr && leased->pins != 0)) {
       throw RequestConflictError("task " + std::to_string(task.value) +
                                  " is in use with other weights; use another task id for these");
+    }
+    // The old copy counts as evictable: if the new one cannot follow it, it stays.
+    if (const std::optional<Shortage> shortage = host_.shortage(num_pages)) {
+      refuse(host_, *shortage);
     }
     for (LoraCache* cache : {&host_, &device_}) {
       if (cache->find(task) != nullptr) {
@@ -197,10 +202,10 @@ void PeftCacheManager::read_source(TaskId task, TaskRecord& record, const Adapte
   const internal::Stopwatch stopwatch(stats_.host.load_seconds);
   const std::unique_ptr<SourceReader> reader = plan.source()->open();
   std::shared_ptr<const Layout> layout = layout_of(record);
+  const ScatterPlan scatter(*config_, plan, *layout);
   make_room(host_, layout->num_pages());
   host_.claim(task, layout->num_pages());
   record.layout = layout;
-  const ScatterPlan scatter(*config_, plan, *layout);
   try {
     scatter.execute(*reader, config_->dtype(), chunk_, pages_of(host_, task), nullptr);
     reader->finish();

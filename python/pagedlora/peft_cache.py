@@ -141,7 +141,12 @@ class PeftCacheManager:
         """
         del stream
         requests = (*context_requests, *generation_requests)
-        ids = [r.request_id for r in requests if r.lora_task_id is not None]
+        # What a request was added with counts, not what it says now.
+        ids = [
+            r.request_id
+            for r in requests
+            if r.lora_task_id is not None or self._core.is_owner(r.request_id)
+        ]
         return self._core.ensure_batch(ids, reset_gpu_cache)
 
     def ensure_batch_map_task_id(

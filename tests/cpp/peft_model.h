@@ -246,11 +246,23 @@ class PeftModel {
       if (is_owned(task) || (device.contains(task) && device.at(task).is_leased)) {
         return Outcome::conflict;
       }
+      if (weights.pages > most_host()) {
+        return Outcome::full;
+      }
       host.erase(task);
       device.erase(task);
     }
     known[task] = weights;
     return std::nullopt;
+  }
+
+  // Pages that are free or could be.
+  std::size_t most_host() const {
+    std::size_t most = free_host();
+    for (const auto& [task, copy] : host) {
+      most += is_owned(task) ? 0 : copy.pages;
+    }
+    return most;
   }
 
   // Evicts by `order` until `needed` pages are free; false if that cannot be.

@@ -305,7 +305,7 @@ class PeftCacheMachine(RuleBasedStateMachine):
         model = self.model
         event(f"add: {error.__name__ if error else 'fine'}")
         llm_request = LlmRequest(request, task, weights)
-        if error is None or error is LoraCacheFullError:
+        if error is None:
             self.replace_carried(task, weights, content)
         needed = 0
         if error in (None, AdapterFormatError) and task not in model.resident["host"]:

@@ -98,6 +98,7 @@ def pair_tensors(
     pairs = {
         module: _make_pair(module, matrices, config, path) for module, matrices in found.items()
     }
+    _check_targets(pairs, config, path)
     return AdapterTensors(pairs, num_tensors)
 
 
@@ -163,6 +164,21 @@ def _make_pair(
             path, pair.a.name, f"has rank {pair.rank}, but the configuration says r={config.r}"
         )
     return pair
+
+
+def _check_targets(pairs: dict[str, MatrixPair], config: PeftLoraConfig, path: str) -> None:
+    """Refuses tensors that PEFT would not use because no target names their module."""
+    targets = config.target_modules
+    if isinstance(targets, str):
+        return
+    for module, pair in pairs.items():
+        if not any(module == target or module.endswith(f".{target}") for target in targets):
+            raise _error(
+                path,
+                pair.a.name,
+                f"belongs to a module that the configuration's target_modules {list(targets)} do "
+                "not name",
+            )
 
 
 def _check_matrix(tensor: StoredTensor, path: str) -> None:
