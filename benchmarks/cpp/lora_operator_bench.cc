@@ -84,7 +84,7 @@ class Arena {
 // Fleets of kRows adapters, one after the other in one arena.
 class Fleets {
  public:
-  explicit Fleets(Dtype dtype) {
+  explicit Fleets(Dtype dtype) : dtype_(dtype) {
     const LoraModelConfig config = smollm2(dtype);
     const LayoutParams params{kPageBytes, element_bytes(dtype), 0};
     for (std::uint32_t row = 0; row < kRows; ++row) {
@@ -113,7 +113,7 @@ class Fleets {
     const PageId* pages = pages_.data() + fleet * pages_per_fleet_;
     for (const auto& layout : layouts_) {
       segments.push_back(
-          {TaskPages{layout.get(), pages, scales_.data(), arena_->base(), kPageBytes}, 1});
+          {TaskPages{layout.get(), pages, scales_.data(), arena_->base(), kPageBytes, dtype_}, 1});
       pages += layout->num_pages();
     }
     return LoraBatch(segments);
@@ -131,6 +131,7 @@ class Fleets {
   std::unique_ptr<Arena> arena_;
   std::size_t pages_per_fleet_ = 0;
   std::size_t payload_bytes_ = 0;
+  Dtype dtype_;
   std::size_t num_fleets_ = 0;
 };
 

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -23,20 +24,34 @@ PlannedRow make_row(std::uint32_t module, std::uint32_t rank, float scale, std::
   return {ModuleIndex{module}, rank, {a_offset, a_dtype}, {b_offset, b_dtype}, scale};
 }
 
-// Keeps a Python object alive from C++ threads that may not hold the GIL when they let go.
-std::shared_ptr<const void> keep_alive(py::object object) {
-  return {new py::object(std::move(object)), [](const void* held) {
-            const py::gil_scoped_acquire gil;
-            delete static_cast<const py::object*>(held);
-          }};
-}
+// A view of a Python buffer, which cannot be resized while the view lives. Let go of from C++ threads
+// that may not hold the GIL.
+class HeldBuffer {
+ public:
+  explicit HeldBuffer(const py::buffer& buffer) {
+    if (PyObject_GetBuffer(buffer.ptr(), &view_, PyBUF_SIMPLE) != 0) {
+      throw py::error_already_set();  // not contiguous
+    }
+  }
+  ~HeldBuffer() {
+    const py::gil_scoped_acquire gil;
+    PyBuffer_Release(&view_);
+  }
+  HeldBuffer(const HeldBuffer&) = delete;
+  HeldBuffer& operator=(const HeldBuffer&) = delete;
+
+  std::span<const std::byte> bytes() const {
+    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_{};
+};
 
 std::shared_ptr<const TensorSource> memory_source(const py::buffer& buffer,
                                                   std::string description) {
-  const py::buffer_info info = buffer.request();
-  const auto* bytes = static_cast<const std::byte*>(info.ptr);
-  return make_memory_source({bytes, static_cast<std::size_t>(info.size * info.itemsize)},
-                            keep_alive(buffer), std::move(description));
+  auto held = std::make_shared<const HeldBuffer>(buffer);
+  return make_memory_source(held->bytes(), held, std::move(description));
 }
 
 }  // namespace
@@ -47,6 +62,7 @@ void register_adapter(py::module_& module) {
       .def_property_readonly("size_bytes", &TensorSource::size_bytes)
       .def_property_readonly("description", &TensorSource::description);
   module.def("open_file_source", &open_file_source, "path"_a,
+             py::call_guard<py::gil_scoped_release>(),
              "The regular file as it is now; later reads fail if it changed.");
   module.def("make_memory_source", &memory_source, "buffer"_a, "description"_a,
              "Bytes of a buffer that is kept alive.");
@@ -72,14 +88,14 @@ void register_adapter(py::module_& module) {
                                             "What an adapter consists of and where it is read.")
       .def(py::init<const LoraModelConfig&, std::vector<PlannedRow>,
                     std::shared_ptr<const TensorSource>>(),
-           "config"_a, "rows"_a, "source"_a)
+           "config"_a, "rows"_a, "source"_a.none(false))
       .def_property_readonly("rows", &AdapterPlan::rows);
 
   py::class_<CarriedWeights>(module, "CarriedWeights", "Weights that come with a request.")
       .def(py::init([](std::shared_ptr<const AdapterPlan> plan, std::string digest) {
              return CarriedWeights{std::move(plan), std::move(digest)};
            }),
-           "plan"_a, "digest"_a)
+           "plan"_a.none(false), "digest"_a)
       .def_property_readonly("plan", [](const CarriedWeights& self) { return self.plan; });
 }
 

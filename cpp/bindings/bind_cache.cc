@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -66,19 +67,27 @@ std::shared_ptr<BatchLease> ensure_batch(PeftCacheManager& self,
   return self.ensure_batch(ids, reset_device_cache);
 }
 
-// {module index: (pointers to write to)} for every row of a resident task.
+// Where one row of a task goes: (module index, rank, address of A, address of B).
+using GatherTarget = std::tuple<std::uint32_t, std::uint32_t, std::uintptr_t, std::uintptr_t>;
+
 void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& tier,
-                 const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& targets) {
-  self.read_task(
-      TaskId{task}, tier_argument(tier), [&](const TaskPages& pages, const AdapterPlan& plan) {
-        if (targets.size() != plan.rows().size()) {
-          throw InvalidArgumentError("one (A, B) target per row of the task is needed");
-        }
-        for (std::uint32_t row = 0; row < targets.size(); ++row) {
-          gather_row(pages, self.config(), row, std::bit_cast<std::byte*>(targets[row].first),
-                     std::bit_cast<std::byte*>(targets[row].second));
-        }
-      });
+                 const std::vector<GatherTarget>& targets) {
+  self.read_task(TaskId{task}, tier_argument(tier),
+                 [&](const TaskPages& pages, const AdapterPlan& plan) {
+                   // The caller's memory fits the rows that it asked about before: compare first.
+                   std::vector<RowShape> expected;
+                   for (const auto& [module, rank, a, b] : targets) {
+                     expected.push_back({ModuleIndex{module}, rank});
+                   }
+                   if (expected != plan.row_shapes()) {
+                     throw InvalidArgumentError("the task has other rows than were asked for");
+                   }
+                   for (std::uint32_t row = 0; row < targets.size(); ++row) {
+                     gather_row(pages, self.config(), row,
+                                std::bit_cast<std::byte*>(std::get<2>(targets[row])),
+                                std::bit_cast<std::byte*>(std::get<3>(targets[row])));
+                   }
+                 });
 }
 
 std::vector<std::pair<std::uint32_t, std::uint32_t>> task_rows(PeftCacheManager& self,
@@ -200,7 +209,9 @@ void register_lease(py::module_& module) {
   py::class_<BatchLease, std::shared_ptr<BatchLease>> type(
       module, "BatchLease",
       "A batch's hold on the device copies that it reads: a mapping of request ids to entries.\n\n"
-      "Entries are made when asked for. Close it after the last read; it is a context manager.");
+      "Entries are made when asked for. Close it after the last read; it is a context manager.\n"
+      "Whatever reads pages raises LeaseClosedError afterwards. Thread-safe.",
+      py::release_gil_before_calling_cpp_dtor());
   type.def("__getitem__", &entries_of)
       .def("__len__", [](const BatchLease& self) { return self.requests().size(); })
       .def("__contains__",
@@ -239,7 +250,7 @@ void register_lease(py::module_& module) {
 }
 
 void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCacheManager>>& type) {
-  type.def(py::init(&make_manager), "config"_a, py::kw_only(), "host_cache_bytes"_a,
+  type.def(py::init(&make_manager), "config"_a.none(false), py::kw_only(), "host_cache_bytes"_a,
            "device_cache_bytes"_a, "page_bytes"_a = 0, "max_part_bytes"_a = 0,
            "eviction_policy"_a = "lru", ReleaseGil())
       .def(
@@ -247,7 +258,7 @@ void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCac
           [](PeftCacheManager& self, std::shared_ptr<const AdapterPlan> plan) {
             return self.register_task(std::move(plan)).value;
           },
-          "plan"_a, ReleaseGil())
+          "plan"_a.none(false), ReleaseGil())
       .def(
           "add_request_peft",
           [](PeftCacheManager& self, std::uint64_t request, std::uint64_t task,
@@ -328,7 +339,7 @@ void register_manager_queries(
       .def("resident_tasks", by_tier(&PeftCacheManager::resident_tasks), "tier"_a, ReleaseGil())
       .def("pool_range", by_tier(&PeftCacheManager::pool_range), "tier"_a, ReleaseGil())
       .def_property_readonly("layout_params", &PeftCacheManager::layout_params)
-      .def_property_readonly("stats", &PeftCacheManager::stats);
+      .def_property_readonly("stats", py::cpp_function(&PeftCacheManager::stats, ReleaseGil()));
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -38,19 +39,29 @@ std::vector<LoraBatch::Segment> resolve(const BatchLease* lease, const PySegment
   return resolved;
 }
 
-void apply(LoraOperator& self, const LeasedBatch& leased, std::uint32_t module, std::uintptr_t x,
-           std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
+// A LoraOperator is thread-compatible; Python code may share one among threads.
+struct SharedLoraOperator {
+  SharedLoraOperator(Dtype dtype, Isa isa) : lora(dtype, isa) {}
+
+  LoraOperator lora;
+  std::mutex mutex;
+};
+
+void apply(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
+           std::uintptr_t x, std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
            std::int64_t y_row_stride, Dtype dtype) {
-  leased.check_open();
-  self.apply(leased.batch, ModuleIndex{module},
-             {std::bit_cast<const void*>(x), std::bit_cast<void*>(y), x_row_stride, y_row_stride,
-              num_rows, dtype});
+  const auto held = leased.hold_open();
+  const std::scoped_lock lock(self.mutex);
+  self.lora.apply(leased.batch, ModuleIndex{module},
+                  {std::bit_cast<const void*>(x), std::bit_cast<void*>(y), x_row_stride,
+                   y_row_stride, num_rows, dtype});
 }
 
 }  // namespace
 
 void register_lora_operator(py::module_& module) {
-  py::class_<LeasedBatch>(module, "LoraBatch", "Which rows of a batch use which leased adapter.")
+  py::class_<LeasedBatch>(module, "LoraBatch", "Which rows of a batch use which leased adapter.",
+                          py::release_gil_before_calling_cpp_dtor())
       .def(py::init([](std::shared_ptr<BatchLease> lease, const PySegments& segments) {
              return LeasedBatch{LoraBatch(resolve(lease.get(), segments)), std::move(lease)};
            }),
@@ -61,16 +72,20 @@ void register_lora_operator(py::module_& module) {
       .def_property_readonly("num_runs",
                              [](const LeasedBatch& self) { return self.batch.runs().size(); });
 
-  py::class_<LoraOperator>(module, "LoraOperator", "y += scale * B (A x), from cache pages.")
+  py::class_<SharedLoraOperator>(module, "LoraOperator",
+                                 "y += scale * B (A x), from cache pages. Thread-safe.")
       .def(py::init([](Dtype dtype, const std::string& isa) {
-             return LoraOperator(dtype, isa_argument(isa));
+             return std::make_unique<SharedLoraOperator>(dtype, isa_argument(isa));
            }),
            "dtype"_a, "isa"_a = "auto")
-      .def("apply", &apply, "batch"_a, "module_index"_a, "x_ptr"_a, "y_ptr"_a, "num_rows"_a,
-           "x_row_stride"_a, "y_row_stride"_a, "dtype"_a, py::call_guard<py::gil_scoped_release>(),
-           "Adds the adapters' outputs for one module to y [num_rows, out_features], in place.\n\n"
-           "x is [num_rows, in_features]; strides count elements between rows. Rows of the base\n"
-           "model, and of adapters that do not touch the module, are left alone.");
+      .def(
+          "apply", &apply, "batch"_a, "module_index"_a, "x_ptr"_a, "y_ptr"_a, "num_rows"_a,
+          "x_row_stride"_a, "y_row_stride"_a, "dtype"_a, py::call_guard<py::gil_scoped_release>(),
+          "Adds the adapters' outputs for one module to y [num_rows, out_features], in place.\n\n"
+          "x is [num_rows, in_features]; strides count elements between rows, and the elements of\n"
+          "a row lie back to back; dtype is that of x and y. Rows of the base model, and of\n"
+          "adapters that do not touch the module, are left alone. Raises LeaseClosedError after\n"
+          "the batch's lease was closed, InvalidArgumentError if num_rows is not the batch's.");
 }
 
 }  // namespace pagedlora::bindings

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <shared_mutex>
 
 #include "pagedlora/batch_lease.h"
 #include "pagedlora/lora_operator.h"
@@ -12,10 +13,9 @@ struct LeasedBatch {
   LoraBatch batch;
   std::shared_ptr<BatchLease> lease;  // null: only base model rows
 
-  void check_open() const {
-    if (lease != nullptr) {
-      lease->check_open();
-    }
+  // Keeps the pages in place for as long as the result lives. Throws LeaseClosedError.
+  [[nodiscard]] std::shared_lock<std::shared_mutex> hold_open() const {
+    return lease == nullptr ? std::shared_lock<std::shared_mutex>() : lease->hold_open();
   }
 };
 

@@ -41,7 +41,12 @@ void check_row(const LoraModelConfig& config, const PlannedRow& row, std::uint64
 
 AdapterPlan::AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> rows,
                          std::shared_ptr<const TensorSource> source)
-    : rows_(std::move(rows)), source_(std::move(source)) {
+    : rows_(std::move(rows)),
+      source_(std::move(source)),
+      config_fingerprint_(config.fingerprint()) {
+  if (source_ == nullptr) {
+    throw InvalidArgumentError("an adapter plan needs a source");
+  }
   if (rows_.empty()) {
     throw InvalidArgumentError("an adapter without rows would answer like the base model");
   }

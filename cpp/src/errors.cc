@@ -72,6 +72,11 @@ PeftTaskNotCachedError::PeftTaskNotCachedError(TaskId missing_task)
             "with the request"),
       task(missing_task) {}
 
+PeftTaskNotCachedError::PeftTaskNotCachedError(TaskId missing_task, const std::string& tier)
+    : Error("task " + std::to_string(missing_task.value) + " is not resident in the " + tier +
+            " tier"),
+      task(missing_task) {}
+
 AdapterFormatError::AdapterFormatError(std::string file, std::string tensor_name,
                                        const std::string& problem)
     : Error(format_message(file, tensor_name, problem)),

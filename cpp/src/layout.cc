@@ -8,13 +8,16 @@
 #include "pagedlora/errors.h"
 
 namespace pagedlora {
-namespace {
 
 LayoutParams checked(LayoutParams params) {
+  if (params.element_bytes != 2 && params.element_bytes != 4) {
+    throw InvalidArgumentError("weights of " + std::to_string(params.element_bytes) +
+                               " bytes each; 2 and 4 are possible");
+  }
   if (params.page_bytes == 0 || params.page_bytes % kSlotBytes != 0) {
     throw InvalidArgumentError("a page of " + std::to_string(params.page_bytes) +
                                " bytes is not a multiple of the slot of " +
-                               std::to_string(kSlotBytes) + " bytes");
+                               std::to_string(kSlotBytes) + " bytes; change page_size");
   }
   if (params.max_part_bytes == 0) {
     params.max_part_bytes = params.page_bytes;
@@ -28,6 +31,8 @@ LayoutParams checked(LayoutParams params) {
   }
   return params;
 }
+
+namespace {
 
 void check_rows(const LoraModelConfig& config, const std::vector<RowShape>& rows) {
   for (std::size_t i = 0; i < rows.size(); ++i) {

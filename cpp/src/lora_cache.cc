@@ -1,7 +1,10 @@
 #include "pagedlora/lora_cache.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
+
+#include "pagedlora/errors.h"
 
 namespace pagedlora {
 namespace {
@@ -77,6 +80,11 @@ std::optional<Shortage> LoraCache::shortage(std::size_t pages, std::size_t kept_
   return std::nullopt;
 }
 
+void LoraCache::refuse(const Shortage& shortage) const {
+  throw LoraCacheFullError(tier_, shortage.needed_pages, shortage.free_pages,
+                           shortage.evictable_pages);
+}
+
 std::optional<Shortage> LoraCache::try_make_room(std::size_t pages, std::vector<TaskId>& evicted) {
   if (const std::optional<Shortage> missing = shortage(pages)) {
     return missing;
@@ -89,7 +97,7 @@ std::optional<Shortage> LoraCache::try_make_room(std::size_t pages, std::vector<
   return std::nullopt;
 }
 
-const LoraCache::Entry& LoraCache::claim(TaskId task, std::size_t pages) {
+const LoraCache::Entry& LoraCache::claim(TaskId task, std::size_t pages, std::uint64_t use) {
   if (find(task) != nullptr) {
     require(task, EntryEvent::claim);
   }
@@ -102,6 +110,7 @@ const LoraCache::Entry& LoraCache::claim(TaskId task, std::size_t pages) {
   entry.state = EntryState::loading;
   entry.pages = std::move(claimed);
   entry.node.task = task;
+  entry.node.last_use = use;
   return entry;
 }
 
@@ -149,10 +158,14 @@ void LoraCache::unpin(TaskId task) {
   enter_policy(found->second);
 }
 
-void LoraCache::touch(TaskId task) {
+void LoraCache::use(TaskId task, std::uint64_t use) {
   const auto found = entries_.find(task);
-  if (found != entries_.end() && is_evictable(found->second)) {
-    Entry& entry = found->second;
+  if (found == entries_.end()) {
+    return;
+  }
+  Entry& entry = found->second;
+  entry.node.last_use = use;
+  if (is_evictable(entry)) {
     policies_[static_cast<std::size_t>(entry.eviction_class)]->touch(entry.node);
   }
 }
@@ -180,24 +193,11 @@ void LoraCache::check_invariants() const {
   std::size_t num_owned = 0;
   std::size_t evictable = 0;
   for (const auto& [task, entry] : entries_) {
-    if (entry.state == EntryState::absent) {
-      broken(tier_, label(task) + " is stored while absent");
-    }
-    for (const PageId page : entry.pages) {
-      if (pool_.is_free(page) || owned[page.value]) {
-        broken(tier_, "page " + std::to_string(page.value) + " of " + label(task) +
-                          (pool_.is_free(page) ? " is free" : " has two owners"));
-      }
-      owned[page.value] = true;
-      ++num_owned;
-    }
-    const bool in_policy = entry.node.next != nullptr;
-    if (in_policy != is_evictable(entry)) {
-      broken(tier_, label(task) + (in_policy ? " is evictable but must not be"
-                                             : " cannot be evicted but should be"));
-    }
+    check_entry(task, entry, owned);
+    num_owned += entry.pages.size();
     evictable += is_evictable(entry) ? entry.pages.size() : 0;
   }
+  check_policies();
   if (num_owned + pool_.num_free() != pool_.num_pages()) {
     broken(tier_,
            std::to_string(pool_.num_pages() - num_owned - pool_.num_free()) + " pages are lost");
@@ -205,6 +205,38 @@ void LoraCache::check_invariants() const {
   if (evictable != evictable_pages_) {
     broken(tier_, "counts " + std::to_string(evictable_pages_) + " evictable pages, has " +
                       std::to_string(evictable));
+  }
+}
+
+void LoraCache::check_entry(TaskId task, const Entry& entry, std::vector<bool>& owned) const {
+  if (entry.state == EntryState::absent) {
+    broken(tier_, label(task) + " is stored while absent");
+  }
+  for (const PageId page : entry.pages) {
+    if (pool_.is_free(page) || owned[page.value]) {
+      broken(tier_, "page " + std::to_string(page.value) + " of " + label(task) +
+                        (pool_.is_free(page) ? " is free" : " has two owners"));
+    }
+    owned[page.value] = true;
+  }
+}
+
+void LoraCache::check_policies() const {
+  std::size_t num_inserted = 0;
+  for (std::size_t position = 0; position < kNumEvictionClasses; ++position) {
+    policies_[position]->visit([&](const PolicyNode& node) {
+      const Entry* entry = find(node.task);
+      if (entry == nullptr || &entry->node != &node || !is_evictable(*entry) ||
+          static_cast<std::size_t>(entry->eviction_class) != position) {
+        broken(tier_, label(node.task) + " is evictable but must not be, or in another class");
+      }
+      ++num_inserted;
+    });
+  }
+  const auto num_evictable = static_cast<std::size_t>(
+      std::ranges::count_if(entries_, [](const auto& item) { return is_evictable(item.second); }));
+  if (num_inserted != num_evictable) {
+    broken(tier_, std::to_string(num_evictable - num_inserted) + " entries cannot be evicted");
   }
 }
 

@@ -1,6 +1,7 @@
 #include "pagedlora/lora_module.h"
 
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "pagedlora/errors.h"
@@ -23,6 +24,22 @@ void check_module(const LoraModule& module) {
   }
 }
 
+// FNV-1a.
+class Hasher {
+ public:
+  void add(std::uint64_t value) { hash_ = (hash_ ^ value) * 0x100000001B3U; }
+  void add(std::string_view text) {
+    add(text.size());
+    for (const char character : text) {
+      add(static_cast<std::uint64_t>(static_cast<unsigned char>(character)));
+    }
+  }
+  std::uint64_t value() const { return hash_; }
+
+ private:
+  std::uint64_t hash_ = 0xCBF29CE484222325U;
+};
+
 }  // namespace
 
 LoraModelConfig::LoraModelConfig(std::vector<LoraModule> modules, Dtype dtype,
@@ -36,12 +53,17 @@ LoraModelConfig::LoraModelConfig(std::vector<LoraModule> modules, Dtype dtype,
                                std::to_string(kMaxRank) + " are possible");
   }
   index_by_name_.reserve(modules_.size());
+  Hasher hasher;
   for (std::uint32_t i = 0; i < modules_.size(); ++i) {
     check_module(modules_[i]);
     if (!index_by_name_.emplace(modules_[i].name, i).second) {
       throw InvalidArgumentError("module " + modules_[i].name + " is listed twice");
     }
+    hasher.add(modules_[i].name);
+    hasher.add(static_cast<std::uint64_t>(modules_[i].in_features));
+    hasher.add(static_cast<std::uint64_t>(modules_[i].out_features));
   }
+  fingerprint_ = hasher.value();
 }
 
 std::optional<ModuleIndex> LoraModelConfig::find(std::string_view name) const {

@@ -106,7 +106,7 @@ LoraOperator::LoraOperator(Dtype weights_dtype, Isa isa)
 
 void LoraOperator::apply(const LoraBatch& batch, ModuleIndex module,
                          const Activations& activations) {
-  check(batch, activations);
+  check(batch, module, activations);
   const internal::LoraKernels& kernels =
       internal::lora_kernels(activations.dtype, weights_dtype_, isa_);
   const std::span<const LoraBatch::Run> runs = batch.runs();
@@ -140,16 +140,22 @@ void LoraOperator::apply_run(const internal::LoraKernels& kernels, const LoraBat
   }
 }
 
-void LoraOperator::check(const LoraBatch& batch, const Activations& activations) const {
+void LoraOperator::check(const LoraBatch& batch, ModuleIndex module,
+                         const Activations& activations) const {
   if (activations.num_rows != batch.num_rows()) {
     throw InvalidArgumentError("activations have " + std::to_string(activations.num_rows) +
                                " rows, the batch has " + std::to_string(batch.num_rows()));
   }
   for (const LoraBatch::Run& run : batch.runs()) {
-    if (run.task.layout->params().element_bytes != element_bytes(weights_dtype_)) {
-      throw InvalidArgumentError(
-          "pages of " + std::to_string(run.task.layout->params().element_bytes) +
-          "-byte elements given to a LoraOperator for " + std::string(dtype_name(weights_dtype_)));
+    if (run.task.dtype != weights_dtype_) {
+      throw InvalidArgumentError("pages of " + std::string(dtype_name(run.task.dtype)) +
+                                 " given to a LoraOperator for " +
+                                 std::string(dtype_name(weights_dtype_)));
+    }
+    if (module.value >= run.task.layout->num_modules()) {
+      throw InvalidArgumentError("module index " + std::to_string(module.value) +
+                                 " given for a model with " +
+                                 std::to_string(run.task.layout->num_modules()) + " LoRA modules");
     }
   }
 }

@@ -23,16 +23,11 @@ PagePool::PagePool(std::shared_ptr<Device> device, std::string tier, std::size_t
     : device_(std::move(device)),
       num_pages_(num_pages),
       page_bytes_(page_bytes),
-      num_free_(num_pages),
-      arena_(nullptr) {
+      num_free_(num_pages) {
   if (num_pages == 0 || num_pages > std::numeric_limits<std::uint32_t>::max()) {
     throw InvalidArgumentError("the " + tier + " tier would have " + std::to_string(num_pages) +
                                " pages of " + std::to_string(page_bytes) +
                                " bytes; 1 to 2^32 - 1 are possible");
-  }
-  arena_ = device_->try_allocate(arena_bytes());
-  if (arena_ == nullptr) {
-    throw OutOfMemoryError(std::move(tier), arena_bytes());
   }
   for (std::size_t bits = num_pages; levels_.empty() || levels_.back().size() > 1;
        bits = levels_.back().size()) {
@@ -41,10 +36,22 @@ PagePool::PagePool(std::shared_ptr<Device> device, std::string tier, std::size_t
       levels_.back().back() = (std::uint64_t{1} << (bits % kWordBits)) - 1;
     }
   }
+  arena_ = device_->try_allocate(arena_bytes());
+  if (arena_ == nullptr) {
+    throw OutOfMemoryError(std::move(tier), arena_bytes());
+  }
+  start_prefault();  // last: from here on nothing may throw
+}
+
+void PagePool::start_prefault() noexcept {
   if (arena_bytes() <= kPrefaultBlockBytes) {
     device_->prefault(arena_, arena_bytes());
-  } else {
+    return;
+  }
+  try {
     prefault_thread_ = std::thread([this] { prefault_blocks(); });
+  } catch (const std::exception&) {
+    stop_prefault_ = true;  // no thread to be had: pages become present when first written
   }
 }
 

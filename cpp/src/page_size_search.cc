@@ -75,7 +75,7 @@ std::size_t common_part_bytes(const LoraModelConfig& config) {
 // size.
 std::size_t candidate_step(const LoraModelConfig& config, std::size_t largest) {
   const std::size_t unit = std::lcm(common_part_bytes(config), kSlotBytes);
-  const std::size_t base = unit <= largest ? unit : kSlotBytes;
+  const std::size_t base = unit != 0 && unit <= largest ? unit : kSlotBytes;
   const std::size_t multiple = (largest / kMaxCandidates + base - 1) / base;
   return base * std::max<std::size_t>(multiple, 1);
 }

@@ -14,16 +14,10 @@ namespace pagedlora {
 namespace {
 
 LayoutParams choose_layout_params(const LoraModelConfig& config, const PeftCacheSizes& sizes) {
-  if (sizes.page_bytes == 0) {
-    return search_layout_params(config, std::min(sizes.host_cache_bytes, sizes.device_cache_bytes));
+  if (sizes.page_bytes != 0) {
+    return checked({sizes.page_bytes, element_bytes(config.dtype()), sizes.max_part_bytes});
   }
-  return {sizes.page_bytes, element_bytes(config.dtype()),
-          sizes.max_part_bytes != 0 ? sizes.max_part_bytes : sizes.page_bytes};
-}
-
-[[noreturn]] void refuse(const LoraCache& cache, const Shortage& shortage) {
-  throw LoraCacheFullError(cache.tier(), shortage.needed_pages, shortage.free_pages,
-                           shortage.evictable_pages);
+  return search_layout_params(config, std::min(sizes.host_cache_bytes, sizes.device_cache_bytes));
 }
 
 }  // namespace
@@ -45,11 +39,12 @@ PeftCacheManager::~PeftCacheManager() { lock_without_lease(); }
 TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) {
   const std::scoped_lock lock(mutex_);
   check_open();
+  check_plan(*plan);
   while (records_.contains(TaskId{next_task_})) {
     ++next_task_;
   }
   const TaskId task{next_task_++};
-  records_[task].plan = std::move(plan);
+  records_.emplace(task, TaskRecord{std::move(plan), nullptr, {}, false});
   return task;
 }
 
@@ -65,11 +60,13 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
     forget_if_gone(task);
     throw;
   }
-  if (!owners_.has_any(task)) {
+  const bool was_owned = owners_.has_any(task);
+  owners_.add(request, task);
+  if (!was_owned) {
     host_.pin(task);
   }
-  owners_.add(request, task);
   device_.set_class(task, class_of(task));
+  device_.use(task, ++uses_);
 }
 
 void PeftCacheManager::mark_request_done(RequestId request, bool pause) {
@@ -106,6 +103,7 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights)
   if (weights.digest.empty()) {
     throw InvalidArgumentError("weights that a request carries need a digest");
   }
+  check_plan(*weights.plan);
   const std::vector<RowShape> shapes = weights.plan->row_shapes();
   const std::size_t num_pages = layouts_.get(shapes)->num_pages();
   check_fits_some_day(num_pages);
@@ -120,7 +118,7 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights)
     }
     // The old copy counts as evictable: if the new one cannot follow it, it stays.
     if (const std::optional<Shortage> shortage = host_.shortage(num_pages)) {
-      refuse(host_, *shortage);
+      host_.refuse(*shortage);
     }
     for (LoraCache* cache : {&host_, &device_}) {
       if (cache->find(task) != nullptr) {
@@ -129,10 +127,16 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights)
     }
     records_.erase(found);
   }
-  TaskRecord& record = records_[task];
-  if (record.plan == nullptr) {
-    record.plan = weights.plan->without_source();
-    record.digest = weights.digest;
+  if (!records_.contains(task)) {
+    records_.emplace(task,
+                     TaskRecord{weights.plan->without_source(), nullptr, weights.digest, false});
+  }
+}
+
+void PeftCacheManager::check_plan(const AdapterPlan& plan) const {
+  if (plan.config_fingerprint() != config_->fingerprint()) {
+    throw InvalidArgumentError(
+        "the adapter was planned for another model configuration than this cache was made for");
   }
 }
 
@@ -161,7 +165,7 @@ void PeftCacheManager::make_room(LoraCache& cache, std::size_t pages) {
   const std::size_t free_before = cache.pool().num_free();
   std::vector<TaskId> evicted;
   if (const std::optional<Shortage> shortage = cache.try_make_room(pages, evicted)) {
-    refuse(cache, *shortage);
+    cache.refuse(*shortage);
   }
   TierStats& tier = &cache == &host_ ? stats_.host : stats_.device;
   tier.tasks_evicted += evicted.size();
@@ -174,7 +178,7 @@ void PeftCacheManager::make_room(LoraCache& cache, std::size_t pages) {
 void PeftCacheManager::bring_into_host(TaskId task, const AdapterPlan& plan) {
   if (host_.is_resident(task)) {
     ++stats_.host.hits;
-    host_.touch(task);
+    host_.use(task, ++uses_);
     return;
   }
   TaskRecord& record = records_.at(task);
@@ -204,7 +208,7 @@ void PeftCacheManager::read_source(TaskId task, TaskRecord& record, const Adapte
   std::shared_ptr<const Layout> layout = layout_of(record);
   const ScatterPlan scatter(*config_, plan, *layout);
   make_room(host_, layout->num_pages());
-  host_.claim(task, layout->num_pages());
+  host_.claim(task, layout->num_pages(), ++uses_);
   record.layout = layout;
   try {
     scatter.execute(*reader, config_->dtype(), chunk_, pages_of(host_, task), nullptr);
@@ -225,7 +229,7 @@ void PeftCacheManager::read_source(TaskId task, TaskRecord& record, const Adapte
 void PeftCacheManager::refill_host_from_device(TaskId task, TaskRecord& record) {
   const internal::Stopwatch stopwatch(stats_.host.load_seconds);
   make_room(host_, record.layout->num_pages());
-  host_.claim(task, record.layout->num_pages());
+  host_.claim(task, record.layout->num_pages(), ++uses_);
   try {
     device_.pool().device().copy_to_host(
         internal::page_runs(pages_of(device_, task), pages_of(host_, task)));
@@ -235,136 +239,6 @@ void PeftCacheManager::refill_host_from_device(TaskId task, TaskRecord& record) 
   }
   host_.publish(task);
   stats_.host.bytes_loaded += record.layout->payload_bytes();
-}
-
-std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const RequestId> requests,
-                                                           bool reset_device_cache) {
-  // Made before the lock is taken: when something below throws, its destructor takes the lock.
-  auto lease = std::make_shared<BatchLease>(
-      config_, [this](const std::vector<BatchLease::LeasedTask>& tasks) { release_lease(tasks); });
-  const std::unique_lock lock = lock_without_lease();
-  check_open();
-  if (reset_device_cache) {
-    device_.demote_all();
-  }
-  const std::vector<TaskId> tasks = resolve_batch(requests, *lease);
-  claim_absent(tasks);
-  std::unordered_map<TaskId, std::exception_ptr> failed;
-  std::unordered_map<TaskId, std::size_t> position;
-  for (const TaskId task : tasks) {
-    if (!device_.is_resident(task)) {
-      try {
-        copy_to_device(task);
-      } catch (...) {
-        failed.emplace(task, std::current_exception());
-        continue;
-      }
-    }
-    position.emplace(task, lease->tasks().size());
-    lease->add_task({task, pages_of(device_, task)});
-  }
-  for (const RequestId request : requests) {
-    const std::optional<TaskId> task = owners_.task_of(request);
-    if (!task || lease->errors().contains(request)) {
-      continue;
-    }
-    if (const auto error = failed.find(*task); error != failed.end()) {
-      lease->add_error(request, error->second);
-    } else {
-      lease->add_request(request, position.at(*task));
-    }
-  }
-  open_lease_ = lease;
-  return lease;
-}
-
-// The distinct tasks of the requests, in call order; requests that cannot be served get their
-// error.
-std::vector<TaskId> PeftCacheManager::resolve_batch(std::span<const RequestId> requests,
-                                                    BatchLease& lease) {
-  std::vector<TaskId> tasks;
-  std::set<TaskId> seen;
-  for (const RequestId request : requests) {
-    const std::optional<TaskId> task = owners_.task_of(request);
-    const bool active = task && owners_.sets_of(*task)->active.contains(request);
-    if (!active) {
-      lease.add_error(request, std::make_exception_ptr(InvalidArgumentError(
-                                   "request " + std::to_string(request.value) +
-                                   (task ? " is paused" : " was never added") +
-                                   ": call add_request_peft before ensure_batch")));
-    } else if (seen.insert(*task).second) {
-      tasks.push_back(*task);
-    }
-  }
-  return tasks;
-}
-
-// Pins what is there and claims pages for the rest: all of it or, with an error, nothing.
-void PeftCacheManager::claim_absent(const std::vector<TaskId>& tasks) {
-  std::size_t needed = 0;
-  std::size_t kept = 0;
-  for (const TaskId task : tasks) {
-    const LoraCache::Entry* entry = device_.find(task);
-    needed += entry == nullptr ? records_.at(task).layout->num_pages() : 0;
-    kept += entry != nullptr && entry->pins == 0 ? entry->pages.size() : 0;
-  }
-  if (const std::optional<Shortage> shortage = device_.shortage(needed, kept)) {
-    refuse(device_, *shortage);
-  }
-  for (const TaskId task : tasks) {
-    if (device_.is_resident(task)) {
-      ++stats_.device.hits;
-      device_.pin(task);
-      device_.set_class(task, class_of(task));
-    }
-  }
-  make_room(device_, needed);
-  for (const TaskId task : tasks) {
-    if (!device_.is_resident(task)) {
-      ++stats_.device.misses;
-      device_.claim(task, records_.at(task).layout->num_pages());
-      device_.pin(task);
-    }
-  }
-}
-
-void PeftCacheManager::copy_to_device(TaskId task) {
-  const internal::Stopwatch stopwatch(stats_.device.load_seconds);
-  try {
-    device_.pool().device().copy_from_host(
-        internal::page_runs(pages_of(host_, task), pages_of(device_, task)));
-  } catch (...) {
-    device_.unpin(task);
-    device_.fail(task);
-    ++stats_.failed_loads;
-    throw;
-  }
-  device_.set_class(task, class_of(task));
-  device_.publish(task);
-  stats_.device.bytes_loaded += records_.at(task).layout->payload_bytes();
-}
-
-void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& tasks) noexcept {
-  const std::scoped_lock lock(mutex_);
-  for (const BatchLease::LeasedTask& leased : tasks) {
-    device_.unpin(leased.task);
-  }
-}
-
-// Locks the manager at a moment when no lease is open: of two threads that end the same lease, the
-// slower one finds the lease of the faster one and ends that as well.
-std::unique_lock<std::mutex> PeftCacheManager::lock_without_lease() {
-  for (;;) {
-    std::shared_ptr<BatchLease> lease;  // outlives the lock: its destructor may take it
-    std::unique_lock lock(mutex_);
-    lease = open_lease_.lock();
-    if (lease == nullptr) {
-      return lock;
-    }
-    open_lease_.reset();
-    lock.unlock();
-    lease->close();
-  }
 }
 
 // After an eviction or a failed load: drops what is only needed while the task is in a tier.
@@ -388,8 +262,9 @@ EvictionClass PeftCacheManager::class_of(TaskId task) const {
 
 TaskPages PeftCacheManager::pages_of(const LoraCache& cache, TaskId task) const {
   const TaskRecord& record = records_.at(task);
-  return {record.layout.get(), cache.find(task)->pages.data(), record.plan->scales().data(),
-          cache.pool().base(), params_.page_bytes};
+  return {record.layout.get(),          cache.find(task)->pages.data(),
+          record.plan->scales().data(), cache.pool().base(),
+          params_.page_bytes,           config_->dtype()};
 }
 
 void PeftCacheManager::check_open() const {

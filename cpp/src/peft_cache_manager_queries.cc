@@ -70,7 +70,7 @@ void PeftCacheManager::read_task(
     TaskId task, Tier tier, const std::function<void(const TaskPages&, const AdapterPlan&)>& read) {
   const std::scoped_lock lock(mutex_);
   if (!cache_of(tier).is_resident(task)) {
-    throw PeftTaskNotCachedError(task);
+    throw PeftTaskNotCachedError(task, cache_of(tier).tier());
   }
   read(pages_of(cache_of(tier), task), *records_.at(task).plan);
 }
@@ -138,11 +138,18 @@ void PeftCacheManager::check_invariants() const {
     require(owners_.has_any(task) || entry.pins == 0, task,
             "is pinned in the host tier without owners");
   }
+  std::size_t device_pins = 0;
   for (const auto& [task, entry] : device_.entries()) {
+    device_pins += entry.pins;
+    require(entry.pins <= 1, task, "is pinned in the device tier by more than one lease");
     require(entry.state == EntryState::resident, task, "is loading although no load runs");
     require(
         entry.eviction_class == class_of(task) || entry.eviction_class == EvictionClass::unowned,
         task, "is in an eviction class that its owners do not explain");
+  }
+  if (device_pins != leased_pins_) {
+    throw std::logic_error("leases hold " + std::to_string(leased_pins_) + " device pins, but " +
+                           std::to_string(device_pins) + " are counted");
   }
   for (const auto& [task, record] : records_) {
     const bool gone = host_.find(task) == nullptr && device_.find(task) == nullptr;

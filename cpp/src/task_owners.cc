@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "pagedlora/errors.h"
 
@@ -34,21 +35,44 @@ void TaskOwners::check_add(RequestId request, TaskId task) const {
 
 TaskOwners::Added TaskOwners::add(RequestId request, TaskId task) {
   check_add(request, task);
-  Sets& sets = by_task_[task];
-  if (sets.active.contains(request)) {
+  const auto known = by_task_.find(task);
+  if (known != by_task_.end() && known->second.active.contains(request)) {
     return Added::already;
   }
-  sets.active.insert(request);
-  task_by_request_.emplace(request, task);
-  return sets.paused.erase(request) != 0 ? Added::resumed : Added::newly;
+  if (known != by_task_.end() && known->second.paused.contains(request)) {
+    known->second.active.insert(known->second.paused.extract(request));
+    return Added::resumed;
+  }
+  Sets& sets = by_task_[task];
+  try {
+    sets.active.insert(request);
+    task_by_request_.emplace(request, task);
+  } catch (...) {  // out of memory
+    sets.active.erase(request);
+    drop_if_empty(task);
+    throw;
+  }
+  return Added::newly;
+}
+
+void TaskOwners::drop_if_empty(TaskId task) {
+  const auto known = by_task_.find(task);
+  if (known->second.active.empty() && known->second.paused.empty()) {
+    by_task_.erase(known);
+  }
 }
 
 std::optional<TaskId> TaskOwners::pause(RequestId request) {
   const std::optional<TaskId> task = task_of(request);
-  if (!task || by_task_[*task].active.erase(request) == 0) {
+  if (!task) {
     return std::nullopt;
   }
-  by_task_[*task].paused.insert(request);
+  Sets& sets = by_task_.at(*task);
+  auto node = sets.active.extract(request);
+  if (node.empty()) {
+    return std::nullopt;
+  }
+  sets.paused.insert(std::move(node));
   return task;
 }
 
@@ -60,9 +84,7 @@ std::optional<TaskId> TaskOwners::done(RequestId request) {
   Sets& sets = by_task_[*task];
   sets.active.erase(request);
   sets.paused.erase(request);
-  if (sets.active.empty() && sets.paused.empty()) {
-    by_task_.erase(*task);
-  }
+  drop_if_empty(*task);
   task_by_request_.erase(request);
   return task;
 }

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from pagedlora._core import BatchLease, LoraBatch, LoraOperator, TaskLayerModuleConfig
+from pagedlora._core import BatchLease, Dtype, LoraBatch, LoraOperator, TaskLayerModuleConfig
 from pagedlora.adapter_weights import AdapterWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.errors import (
@@ -46,6 +46,7 @@ __all__ = [
     "BatchLease",
     "CapacityError",
     "CompletionOutput",
+    "Dtype",
     "InvalidArgumentError",
     "KVCacheManager",
     "KvCacheConfig",

@@ -242,6 +242,7 @@ class BatchLease:
     A batch's hold on the device copies that it reads: a mapping of request ids to entries.
 
     Entries are made when asked for. Close it after the last read; it is a context manager.
+    Whatever reads pages raises LeaseClosedError afterwards. Thread-safe.
     """
     def __contains__(self, arg0: int) -> bool: ...
     def __enter__(self) -> BatchLease: ...
@@ -296,7 +297,7 @@ class PeftCacheManager:
     def evict_unowned(self, tier: str) -> None: ...
     def free_pages(self, tier: str) -> int: ...
     def gather_rows(
-        self, task_id: int, tier: str, targets: collections.abc.Sequence[tuple[int, int]]
+        self, task_id: int, tier: str, targets: collections.abc.Sequence[tuple[int, int, int, int]]
     ) -> None: ...
     def is_owner(self, request_id: int) -> bool: ...
     def is_task_cached(self, task_id: int, tier: str) -> bool: ...
@@ -334,7 +335,7 @@ class LoraBatch:
 
 class LoraOperator:
     """
-    y += scale * B (A x), from cache pages.
+    y += scale * B (A x), from cache pages. Thread-safe.
     """
     def __init__(self, dtype: Dtype, isa: str = "auto") -> None: ...
     def apply(
@@ -351,8 +352,10 @@ class LoraOperator:
         """
         Adds the adapters' outputs for one module to y [num_rows, out_features], in place.
 
-        x is [num_rows, in_features]; strides count elements between rows. Rows of the base
-        model, and of adapters that do not touch the module, are left alone.
+        x is [num_rows, in_features]; strides count elements between rows, and the elements of
+        a row lie back to back; dtype is that of x and y. Rows of the base model, and of
+        adapters that do not touch the module, are left alone. Raises LeaseClosedError after
+        the batch's lease was closed, InvalidArgumentError if num_rows is not the batch's.
         """
 
 class AttentionBatch:

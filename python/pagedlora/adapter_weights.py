@@ -5,27 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError
+from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import parse_peft_config
-from pagedlora.loaders.rows import AdapterTensors, make_rows, pair_tensors
+from pagedlora.loaders.rows import AdapterTensors, StoredTensor, make_rows, pair_tensors
 
 if TYPE_CHECKING:
     import torch
 
 _DESCRIPTION = "request weights"
 _DTYPE_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedTensor:
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
 
 
 class AdapterWeights:
@@ -86,13 +78,13 @@ class AdapterWeights:
         """
         if self._carried is None or self._carried[0] is not model_config:
             source = _core.make_memory_source(self._buffer, _DESCRIPTION)
-            rows = make_rows(self._tensors, model_config, self._scale, _DESCRIPTION)
+            rows = make_rows(self._tensors, ModuleTable(model_config), self._scale, _DESCRIPTION)
             plan = _core.AdapterPlan(model_config, rows, source)
             self._carried = (model_config, _core.CarriedWeights(plan, self._digest))
         return self._carried[1]
 
 
-def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[_PackedTensor]]:
+def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTensor]]:
     """All tensors back to back, by name, so that equal content gives an equal digest."""
     import torch
 
@@ -108,6 +100,6 @@ def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[_PackedT
                 path=_DESCRIPTION,
                 tensor=name,
             )
-        packed.append(_PackedTensor(name, dtype, list(tensor.shape), len(buffer)))
+        packed.append(StoredTensor(name, dtype, list(tensor.shape), len(buffer)))
         buffer += tensor.view(-1).view(torch.uint8).numpy().tobytes()
     return buffer, packed

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from pagedlora.errors import PagedLoraError
+from pagedlora.errors import InvalidArgumentError, PagedLoraError
 from pagedlora.sizes import format_size
+
+if TYPE_CHECKING:
+    from torch import nn
 
 app = typer.Typer(
     name="pagedlora",
@@ -31,7 +35,7 @@ def doctor() -> None:
     for title, facts in report.sections.items():
         table = Table(title=title, title_justify="left", show_header=False, box=None)
         for name, value in facts.items():
-            table.add_row(name, value)
+            table.add_row(Text(name), Text(value))
         console.print(table)
     if report.problems:
         for problem in report.problems:
@@ -58,15 +62,17 @@ def probe(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     console = Console()
-    console.print(f"[bold]{path.name}[/bold]  {report.path}", highlight=False)
+    # What files say is text, never markup.
+    console.print(Text.assemble((path.resolve().name, "bold"), f"  {report.path}"))
     console.print(
         f"{report.parameters:,} parameters in {report.num_tensors} tensors of "
         f"{', '.join(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
         highlight=False,
+        markup=False,
     )
     table = Table("module", "rank", "scale")
     for module, rank in report.ranks.items():
-        table.add_row(module, str(rank), f"{report.scales[module]:g}")
+        table.add_row(Text(module), str(rank), f"{report.scales[module]:g}")
     console.print(table)
 
 
@@ -99,20 +105,33 @@ def _check_fit(path: Path, model: str, max_rank: int) -> None:
     The model is built without memory for its weights.
     """
     from pagedlora.config import PeftCacheConfig
-    from pagedlora.engine.loading import skeleton
     from pagedlora.lora_manager import LoraManager
     from pagedlora.model_config import LoraModelConfig
     from pagedlora.peft_cache import PeftCacheManager
 
-    config = LoraModelConfig.from_module(skeleton(model), "all-linear", max_lora_rank=max_rank)
+    skeleton = _skeleton(model)
+    config = LoraModelConfig.from_module(skeleton, "all-linear", max_lora_rank=max_rank)
     # Nothing is loaded: the tiers need only exist.
     cache = PeftCacheManager(
         config, PeftCacheConfig(host_cache_size=2**24, device_cache_size=2**24), device="cpu"
     )
     try:
-        LoraManager(config, cache).register(path.name, path)
+        LoraManager(config, cache).register("the adapter", path)
     finally:
         cache.close()
+
+
+def _skeleton(model: str) -> nn.Module:
+    """The model without its weights; whatever transformers says against it becomes one line."""
+    from pagedlora.engine.loading import skeleton
+
+    try:
+        return skeleton(model)
+    except PagedLoraError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a configuration that it does not know
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidArgumentError(f"model '{model}' cannot be loaded: {reason}") from error
 
 
 if __name__ == "__main__":

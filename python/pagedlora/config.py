@@ -89,7 +89,10 @@ class PeftCacheConfig(_Config):
             free at construction. None: 0.02, unless `device_cache_size` is given.
         max_lora_rank: Largest rank of any adapter; None follows `LoraConfig`.
         dtype: Type in which adapters are kept; "auto" is the model's.
-        page_size: Bytes of a page; "auto" searches the size that wastes least for the model.
+        page_size: Bytes of a page; "auto" searches the size that wastes least for the model,
+            together with `max_part_size`.
+        max_part_size: Most bytes of a matrix that lie in one piece; "auto" is what the search
+            found, or the whole page where `page_size` is given.
         eviction_policy: "lru".
     """
 
@@ -99,6 +102,7 @@ class PeftCacheConfig(_Config):
     max_lora_rank: _Count | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     page_size: Literal["auto"] | _Size = "auto"
+    max_part_size: Literal["auto"] | _Size = "auto"
     eviction_policy: Literal["lru"] = "lru"
 
     @model_validator(mode="after")
@@ -109,6 +113,20 @@ class PeftCacheConfig(_Config):
                 f"{self.device_cache_percent} are both given: keep one of them"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_part_size(self) -> PeftCacheConfig:
+        if self.page_size == "auto" and self.max_part_size != "auto":
+            raise InvalidArgumentError(
+                f"max_part_size {self.max_part_size} is given without page_size: the two are "
+                "searched together; give both or neither"
+            )
+        return self
+
+    @property
+    def max_part_bytes(self) -> int:
+        """`max_part_size` as the core takes it: 0 for "auto"."""
+        return 0 if self.max_part_size == "auto" else self.max_part_size
 
     def device_budget_bytes(self, free_bytes: int) -> int:
         """Budget of the device tier in bytes.

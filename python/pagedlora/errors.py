@@ -146,17 +146,6 @@ class AdapterReadError(PagedLoraError, OSError):
     path: str
 
 
-class AdapterInUseError(PagedLoraError, RuntimeError):
-    """The operation would take an adapter away from requests that use it.
-
-    Attributes:
-        owners: Ids of those requests.
-    """
-
-    code = "adapter_in_use"
-    owners: list[int]
-
-
 class RequestConflictError(PagedLoraError, ValueError):
     """A live request was added again for another task or with other weights."""
 

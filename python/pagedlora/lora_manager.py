@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
+from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.paths import to_path
 
 if TYPE_CHECKING:
     from pagedlora.peft_cache import PeftCacheManager
@@ -69,9 +73,41 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Registered:
+    """What is kept of an adapter, small: there may be very many.
+
+    Attributes:
+        path: Where it was registered from.
+        task_id: Its task in the caches.
+        num_pages: Pages it takes in either tier.
+        modules: Indices of its modules in the model configuration.
+        ranks: Of those modules.
+        scales: Of those modules.
+    """
+
     path: str
     task_id: int
-    plan: _core.AdapterPlan
+    num_pages: int
+    modules: array[int]
+    ranks: array[int]
+    scales: array[float]
+
+
+class _Residency:
+    """What the cache says about all tasks at once, asked for one time."""
+
+    def __init__(self, cache: PeftCacheManager) -> None:
+        self._cache = cache
+        self._owners: tuple[Mapping[int, set[int]], ...] = (cache.active_tasks, cache.paused_tasks)
+
+    def owners(self, task_id: int) -> frozenset[int]:
+        """Requests that use the task, active and paused."""
+        return frozenset().union(*(owners.get(task_id, ()) for owners in self._owners))
+
+    def tiers(self, task_id: int) -> tuple[str, ...]:
+        """The tiers that hold the task."""
+        host = ("host",) if self._cache.is_task_cached(task_id) else ()
+        device = ("device",) if self._cache.is_task_cached_device(task_id) else ()
+        return host + device
 
 
 class LoraManager:
@@ -90,7 +126,7 @@ class LoraManager:
             model_config: The one that the cache manager was made for.
             cache_manager: Gets a task per adapter.
         """
-        self._model_config = model_config
+        self._table = ModuleTable(model_config)
         self._cache = cache_manager
         self._adapters: dict[str, _Registered] = {}
         self._lock = threading.Lock()
@@ -106,20 +142,29 @@ class LoraManager:
             What is known about it.
 
         Raises:
-            InvalidArgumentError: The name is impossible or taken.
+            InvalidArgumentError: The name is impossible or taken, or the source is no path.
             AdapterNotFoundError: The directory or one of its files does not exist.
             AdapterReadError: The system will not read one of them.
             AdapterFormatError: A file is broken, or the adapter does not fit the model.
             UnsupportedAdapterError: It asks for something that is not supported.
         """
         _check_name(name)
+        path = to_path(source, f"the source of adapter '{name}'")
         self._check_new(name)
-        plan = open_peft_directory(source).plan(self._model_config)
+        plan = open_peft_directory(path).plan(self._table)
+        rows = plan.rows
+        modules = array("I", [row.module for row in rows])
+        ranks = array("I", [row.rank for row in rows])
+        scales = array("f", [row.scale for row in rows])
+        # Last what cannot fail, so that a call that raises leaves neither task nor name.
+        num_pages = self._cache.core.num_pages_of_plan(plan)
+        residency = _Residency(self._cache)
         with self._lock:
             self._check_new(name)
             task_id = self._cache.core.register_task(plan)
-            self._adapters[name] = _Registered(os.fspath(source), task_id, plan)
-        return self.get(name)
+            adapter = _Registered(path, task_id, num_pages, modules, ranks, scales)
+            self._adapters[name] = adapter
+        return self._describe(name, adapter, residency)
 
     def get(self, name: str) -> AdapterInfo:
         """A registered adapter as it is now.
@@ -127,7 +172,7 @@ class LoraManager:
         Raises:
             AdapterNotFoundError: No adapter of that name is registered.
         """
-        return self._describe(name, self._require(name))
+        return self._describe(name, self._require(name), _Residency(self._cache))
 
     def task_id(self, name: str) -> int:
         """The task of a registered adapter.
@@ -139,7 +184,9 @@ class LoraManager:
 
     def list(self) -> list[AdapterInfo]:
         """All registered adapters, in order of registration."""
-        return [self._describe(name, adapter) for name, adapter in list(self._adapters.items())]
+        adapters = list(self._adapters.items())
+        residency = _Residency(self._cache)
+        return [self._describe(name, adapter, residency) for name, adapter in adapters]
 
     def __len__(self) -> int:
         """Number of registered adapters."""
@@ -166,25 +213,18 @@ class LoraManager:
                 "use another name"
             )
 
-    def _describe(self, name: str, adapter: _Registered) -> AdapterInfo:
-        ranks, scales = _ranks_and_scales(adapter.plan, self._model_config)
-        cache, task_id = self._cache, adapter.task_id
-        num_pages = cache.core.num_pages_of_task(task_id)
-        resident = (
-            ("host", cache.is_task_cached(task_id)),
-            ("device", cache.is_task_cached_device(task_id)),
-        )
-        owners = cache.active_tasks.get(task_id, set()) | cache.paused_tasks.get(task_id, set())
+    def _describe(self, name: str, adapter: _Registered, residency: _Residency) -> AdapterInfo:
+        modules = [self._table.names[index] for index in adapter.modules]
         return AdapterInfo(
             name=name,
             path=adapter.path,
-            task_id=task_id,
-            ranks=ranks,
-            scales=scales,
-            num_pages=num_pages,
-            bytes=num_pages * cache.page_bytes,
-            tiers=tuple(tier for tier, there in resident if there),
-            owners=frozenset(owners),
+            task_id=adapter.task_id,
+            ranks=dict(zip(modules, adapter.ranks, strict=True)),
+            scales=dict(zip(modules, adapter.scales, strict=True)),
+            num_pages=adapter.num_pages,
+            bytes=adapter.num_pages * self._cache.page_bytes,
+            tiers=residency.tiers(adapter.task_id),
+            owners=residency.owners(adapter.task_id),
         )
 
 
@@ -209,19 +249,6 @@ def _report(adapter: PeftDirectory) -> AdapterReport:
         parameters=sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors),
         bytes_on_disk=adapter.source.size_bytes,
     )
-
-
-def _ranks_and_scales(
-    plan: _core.AdapterPlan, config: _core.LoraModelConfig
-) -> tuple[dict[str, int], dict[str, float]]:
-    ranks: dict[str, int] = {}
-    scales: dict[str, float] = {}
-    modules = config.modules
-    for row in plan.rows:
-        name = modules[row.module].name
-        ranks[name] = row.rank
-        scales[name] = row.scale
-    return ranks, scales
 
 
 def _check_name(name: str) -> None:

@@ -13,7 +13,7 @@ def available_memory_bytes() -> int:
     """Memory that can be taken without swapping, in bytes.
 
     The smaller of what the kernel estimates for the machine and what the control group (the
-    container's limit) leaves.
+    container's limit) leaves. Both count file pages that the kernel gives up on demand as free.
     """
     machine = _meminfo_bytes("MemAvailable")
     if machine is None:
@@ -22,7 +22,8 @@ def available_memory_bytes() -> int:
     used = _cgroup_bytes("memory.current")
     if limit is None or used is None:
         return machine
-    return min(machine, max(limit - used, 0))
+    reclaimable = _cgroup_stat("inactive_file")
+    return min(machine, max(limit - used + reclaimable, 0))
 
 
 def total_memory_bytes() -> int:
@@ -52,3 +53,12 @@ def _cgroup_bytes(file: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _cgroup_stat(field: str) -> int:
+    """One field of the control group's memory.stat in bytes; 0 where there is none."""
+    try:
+        lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{field} ")), 0)

@@ -60,18 +60,21 @@ class PeftCacheManager:
             device: "cpu".
 
         Raises:
-            InvalidArgumentError: Another device, or a budget that holds no page.
+            InvalidArgumentError: Another device, a budget that holds no page, or a dtype or rank
+                in `config` that is not the model configuration's.
             OutOfMemoryError: The system does not have that much memory.
         """
         if str(device) != "cpu":
             raise InvalidArgumentError(f"device is {device!r}: only 'cpu' is supported")
         config = config or PeftCacheConfig()
+        _check_agreement(config, model_config)
         self._model_config = model_config
         self._core = _core.PeftCacheManager(
             model_config,
             host_cache_bytes=config.host_cache_size,
             device_cache_bytes=config.device_budget_bytes(available_memory_bytes()),
             page_bytes=0 if config.page_size == "auto" else config.page_size,
+            max_part_bytes=config.max_part_bytes,
             eviction_policy=config.eviction_policy,
         )
 
@@ -206,6 +209,11 @@ class PeftCacheManager:
         """Size of a page, the same in both tiers."""
         return self._core.layout_params.page_bytes
 
+    @property
+    def max_part_bytes(self) -> int:
+        """Most bytes of a matrix that lie in one piece of a page."""
+        return self._core.layout_params.max_part_bytes
+
     def is_task_cached(self, task_id: int) -> bool:
         """Whether the task is resident in the host tier."""
         return self._core.is_task_cached(task_id, "host")
@@ -253,13 +261,13 @@ class PeftCacheManager:
         dtype = getattr(torch, self._model_config.dtype.name)
         modules = self._model_config.modules  # a copy: taken once, not per row
         weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        targets: list[tuple[int, int, int, int]] = []
         for module_index, rank in self._core.task_rows(task_id, tier):
             module = modules[module_index]
-            weights[module.name] = (
-                torch.empty(rank, module.in_features, dtype=dtype),
-                torch.empty(module.out_features, rank, dtype=dtype),
-            )
-        targets = [(a.data_ptr(), b.data_ptr()) for a, b in weights.values()]
+            a = torch.empty(rank, module.in_features, dtype=dtype)
+            b = torch.empty(module.out_features, rank, dtype=dtype)
+            weights[module.name] = (a, b)
+            targets.append((module_index, rank, a.data_ptr(), b.data_ptr()))
         self._core.gather_rows(task_id, tier, targets)
         return weights
 
@@ -279,3 +287,16 @@ class PeftCacheManager:
             RuntimeError: Says which invariant is broken; this is a bug in the cache.
         """
         self._core.check_invariants()
+
+
+def _check_agreement(config: PeftCacheConfig, model_config: _core.LoraModelConfig) -> None:
+    """The model configuration decides dtype and rank; another wish must not go unheard."""
+    for field, wanted, actual in (
+        ("dtype", config.dtype, model_config.dtype.name),
+        ("max_lora_rank", config.max_lora_rank, model_config.max_lora_rank),
+    ):
+        if wanted not in ("auto", None, actual):
+            raise InvalidArgumentError(
+                f"PeftCacheConfig.{field} is {wanted}, but the model configuration's is {actual}: "
+                "give the same to both, or leave it out of PeftCacheConfig"
+            )

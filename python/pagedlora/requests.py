@@ -154,7 +154,8 @@ class RequestOutput:
         request_id: Unique within its `LLM`.
         prompt_token_ids: The prompt as the model saw it.
         outputs: One answer, or none if the request failed.
-        error: Why the request failed, or None.
+        error: Why the request failed, or None. Without its traceback, whose frames would keep the
+            engine's memory as long as the output.
         finished: Whether nothing more will come.
     """
 
@@ -163,3 +164,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     error: PagedLoraError | None = None
     finished: bool = True
+
+    def __post_init__(self) -> None:
+        error: BaseException | None = self.error
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__cause__ or error.__context__

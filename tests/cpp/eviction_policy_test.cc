@@ -21,6 +21,22 @@ using testing_support::num_steps;
 using testing_support::seed_label;
 using testing_support::seeds;
 
+// As a tier does it: the number of the use first.
+void use(PolicyNode& node) {
+  static std::uint64_t uses = 0;
+  node.last_use = ++uses;
+}
+
+void insert(EvictionPolicy& policy, PolicyNode& node) {
+  use(node);
+  policy.insert(node);
+}
+
+void touch(EvictionPolicy& policy, PolicyNode& node) {
+  use(node);
+  policy.touch(node);
+}
+
 class EvictionPolicyContract : public ::testing::TestWithParam<const char*> {
  protected:
   EvictionPolicyContract() {
@@ -47,15 +63,15 @@ class EvictionPolicyContract : public ::testing::TestWithParam<const char*> {
 TEST_P(EvictionPolicyContract, AnEmptyPolicyHasNoVictim) {
   const auto policy = make();
   EXPECT_EQ(policy->victim(), nullptr);
-  policy->insert(nodes_[0]);
+  insert(*policy, nodes_[0]);
   policy->erase(nodes_[0]);
   EXPECT_EQ(policy->victim(), nullptr);
 }
 
 TEST_P(EvictionPolicyContract, AskingForTheVictimChangesNothing) {
   const auto policy = make();
-  policy->insert(nodes_[0]);
-  policy->insert(nodes_[1]);
+  insert(*policy, nodes_[0]);
+  insert(*policy, nodes_[1]);
   PolicyNode* victim = policy->victim();
   ASSERT_NE(victim, nullptr);
   EXPECT_EQ(policy->victim(), victim);
@@ -71,10 +87,10 @@ TEST_P(EvictionPolicyContract, HoldsExactlyWhatWasInsertedAndNotErased) {
     for (int step = 0; step < num_steps(2000); ++step) {
       const std::size_t i = rng() % nodes_.size();
       if (!held.contains(i)) {
-        policy->insert(nodes_[i]);
+        insert(*policy, nodes_[i]);
         held.insert(i);
       } else if (rng() % 2 == 0) {
-        policy->touch(nodes_[i]);
+        touch(*policy, nodes_[i]);
       } else {
         policy->erase(nodes_[i]);
         held.erase(i);
@@ -95,13 +111,13 @@ TEST_P(EvictionPolicyContract, TheSameCallsChooseTheSameVictims_C3) {
   std::array<PolicyNode, 8> others = nodes_;
   std::mt19937 rng(1);
   for (std::size_t i = 0; i < nodes_.size(); ++i) {
-    first->insert(nodes_[i]);
-    second->insert(others[i]);
+    insert(*first, nodes_[i]);
+    insert(*second, others[i]);
   }
   for (int step = 0; step < 100; ++step) {
     const std::size_t i = rng() % nodes_.size();
-    first->touch(nodes_[i]);
-    second->touch(others[i]);
+    touch(*first, nodes_[i]);
+    touch(*second, others[i]);
   }
   EXPECT_EQ(drain(*first), drain(*second));
 }
@@ -109,10 +125,10 @@ TEST_P(EvictionPolicyContract, TheSameCallsChooseTheSameVictims_C3) {
 TEST_P(EvictionPolicyContract, AnErasedNodeCanJoinAnotherPolicyOfTheKind) {
   const auto first = make();
   const auto second = make();
-  first->insert(nodes_[0]);
-  first->insert(nodes_[1]);
+  insert(*first, nodes_[0]);
+  insert(*first, nodes_[1]);
   first->erase(nodes_[0]);
-  second->insert(nodes_[0]);
+  insert(*second, nodes_[0]);
   EXPECT_EQ(drain(*first), std::vector<std::uint64_t>{1});
   EXPECT_EQ(drain(*second), std::vector<std::uint64_t>{0});
 }
@@ -125,16 +141,34 @@ TEST(LruPolicyTest, TheLeastRecentlyUsedGoesFirst) {
   std::array<PolicyNode, 4> nodes;
   for (std::size_t i = 0; i < nodes.size(); ++i) {
     nodes[i].task = TaskId{i};
-    policy->insert(nodes[i]);
+    insert(*policy, nodes[i]);
   }
-  policy->touch(nodes[0]);
-  policy->touch(nodes[2]);
+  touch(*policy, nodes[0]);
+  touch(*policy, nodes[2]);
   policy->erase(nodes[1]);
-  policy->insert(nodes[1]);
+  insert(*policy, nodes[1]);
   for (const std::uint64_t expected : {3U, 0U, 2U, 1U}) {
     ASSERT_EQ(policy->victim()->task, TaskId{expected});
     policy->erase(*policy->victim());
   }
+}
+
+TEST(LruPolicyTest, ANodeThatComesBackTakesThePlaceOfItsLastUse) {
+  const auto policy = eviction_policy_factory("lru")();
+  std::array<PolicyNode, 4> nodes;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    nodes[i].task = TaskId{i};
+    insert(*policy, nodes[i]);
+  }
+  for (const std::size_t i : {2U, 0U, 3U}) {
+    policy->erase(nodes[i]);
+  }
+  for (const std::size_t i : {3U, 0U, 2U}) {
+    policy->insert(nodes[i]);
+  }
+  std::vector<std::uint64_t> order;
+  policy->visit([&](const PolicyNode& node) { order.push_back(node.task.value); });
+  EXPECT_EQ(order, (std::vector<std::uint64_t>{0, 1, 2, 3}));
 }
 
 TEST(EvictionPolicyFactoryTest, RefusesNamesItDoesNotKnow) {

@@ -30,7 +30,7 @@ class LoraCacheTest : public ::testing::Test {
 
   void add(std::uint64_t task, std::size_t pages,
            EvictionClass eviction_class = EvictionClass::unowned) {
-    cache_.claim(TaskId{task}, pages);
+    cache_.claim(TaskId{task}, pages, ++uses_);
     cache_.set_class(TaskId{task}, eviction_class);
     cache_.publish(TaskId{task});
   }
@@ -49,13 +49,15 @@ class LoraCacheTest : public ::testing::Test {
   static constexpr std::size_t kNumPages = 10;
   using Tasks = std::vector<std::uint64_t>;
 
+  std::uint64_t uses_ = 0;
+
   LoraCache cache_{std::make_shared<FakeDevice>(), "test", kNumPages, 64,
                    eviction_policy_factory("lru")};
 };
 
 TEST_F(LoraCacheTest, AnEntryGoesFromAbsentToLoadingToResidentToAbsent) {
   EXPECT_EQ(cache_.find(kTask), nullptr);
-  const LoraCache::Entry& entry = cache_.claim(kTask, 3);
+  const LoraCache::Entry& entry = cache_.claim(kTask, 3, ++uses_);
   EXPECT_EQ(entry.state, EntryState::loading);
   EXPECT_EQ(entry.pages, (std::vector{PageId{0}, PageId{1}, PageId{2}}));
   EXPECT_FALSE(cache_.is_resident(kTask));
@@ -70,7 +72,7 @@ TEST_F(LoraCacheTest, TransitionsThatAreNotInTheTableAreRefusedInEveryState) {
   const auto apply = [&](EntryEvent event) {
     switch (event) {
       case EntryEvent::claim:
-        cache_.claim(kTask, 2);
+        cache_.claim(kTask, 2, ++uses_);
         break;
       case EntryEvent::publish:
         cache_.publish(kTask);
@@ -85,7 +87,7 @@ TEST_F(LoraCacheTest, TransitionsThatAreNotInTheTableAreRefusedInEveryState) {
   };
   const auto go_to = [&](EntryState state) {
     if (state != EntryState::absent) {
-      cache_.claim(kTask, 2);
+      cache_.claim(kTask, 2, ++uses_);
     }
     if (state == EntryState::resident) {
       cache_.publish(kTask);
@@ -116,12 +118,12 @@ TEST_F(LoraCacheTest, TransitionsThatAreNotInTheTableAreRefusedInEveryState) {
 }
 
 TEST_F(LoraCacheTest, C1_AFailedLoadFreesItsPages) {
-  cache_.claim(kTask, 4);
+  cache_.claim(kTask, 4, ++uses_);
   EXPECT_EQ(cache_.pool().num_free(), 6U);
   cache_.fail(kTask);
   EXPECT_EQ(cache_.pool().num_free(), kNumPages);
   EXPECT_EQ(cache_.find(kTask), nullptr);
-  EXPECT_NO_THROW(cache_.claim(kTask, 4));
+  EXPECT_NO_THROW(cache_.claim(kTask, 4, ++uses_));
 }
 
 TEST_F(LoraCacheTest, C2_RoomThatCannotBeMadeChangesNothingAndSaysWhy) {
@@ -153,8 +155,11 @@ TEST_F(LoraCacheTest, C3_VictimsAreTheLeastRecentlyUsedOfTheirClass) {
   for (std::uint64_t task = 0; task < 5; ++task) {
     add(task, 2);
   }
-  cache_.touch(TaskId{0});
-  cache_.pin(TaskId{1});  // an unpin is a use
+  cache_.use(TaskId{0}, ++uses_);
+  cache_.pin(TaskId{3});
+  cache_.unpin(TaskId{3});  // no use: it takes its old place
+  cache_.pin(TaskId{1});
+  cache_.use(TaskId{1}, ++uses_);
   cache_.unpin(TaskId{1});
   EXPECT_EQ(make_room(10), (Tasks{2, 3, 4, 0, 1}));
 }
@@ -168,13 +173,13 @@ TEST_F(LoraCacheTest, L3_ClassesAreGivenUpUnownedThenPausedThenActive) {
   EXPECT_EQ(make_room(10), (Tasks{2, 4, 1, 3, 0}));
 }
 
-TEST_F(LoraCacheTest, AChangeOfClassMovesAnEntryAndTheSameClassDoesNot) {
+TEST_F(LoraCacheTest, AChangeOfClassIsNoUse) {
   add(0, 2, EvictionClass::active);
   add(1, 2);
   add(2, 2);
-  cache_.set_class(TaskId{0}, EvictionClass::unowned);  // behind those that are there
+  cache_.set_class(TaskId{0}, EvictionClass::unowned);  // used before those that are there
   cache_.set_class(TaskId{1}, EvictionClass::unowned);  // nothing
-  EXPECT_EQ(make_room(10), (Tasks{1, 2, 0}));
+  EXPECT_EQ(make_room(10), (Tasks{0, 1, 2}));
 }
 
 TEST_F(LoraCacheTest, PinsProtectUntilTheLastIsGone) {
@@ -188,14 +193,14 @@ TEST_F(LoraCacheTest, PinsProtectUntilTheLastIsGone) {
   cache_.unpin(kTask);
   EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
   cache_.set_class(kTask, EvictionClass::paused);  // pinned: only remembered
-  cache_.touch(kTask);
+  cache_.use(kTask, ++uses_);
   cache_.unpin(kTask);
   EXPECT_EQ(cache_.evictable_pages(), 5U);
   EXPECT_EQ(make_room(6), Tasks{1});
 }
 
 TEST_F(LoraCacheTest, ALoadingEntryIsNeverEvicted) {
-  cache_.claim(kTask, 5);
+  cache_.claim(kTask, 5, ++uses_);
   EXPECT_EQ(cache_.evictable_pages(), 0U);
   std::vector<TaskId> evicted;
   EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
@@ -212,19 +217,19 @@ TEST_F(LoraCacheTest, PinsOfAbsentEntriesAndMissingPinsAreRefused) {
 }
 
 TEST_F(LoraCacheTest, TouchAndSetClassIgnoreAbsentTasks) {
-  cache_.touch(kTask);
+  cache_.use(kTask, ++uses_);
   cache_.set_class(kTask, EvictionClass::active);
   EXPECT_TRUE(cache_.entries().empty());
 }
 
 TEST_F(LoraCacheTest, AClaimWithoutRoomIsRefusedAndLeavesNothing) {
   add(1, 8);
-  EXPECT_THROW(cache_.claim(TaskId{2}, 3), std::logic_error);
+  EXPECT_THROW(cache_.claim(TaskId{2}, 3, ++uses_), std::logic_error);
   EXPECT_EQ(cache_.find(TaskId{2}), nullptr);
   EXPECT_EQ(cache_.pool().num_free(), 2U);
 }
 
-TEST_F(LoraCacheTest, DemoteAllKeepsTheOrderOfVictimsAndSparesThePinned) {
+TEST_F(LoraCacheTest, DemoteAllLeavesOnlyTheOrderOfUseAndSparesThePinned) {
   add(0, 2, EvictionClass::active);
   add(1, 2, EvictionClass::paused);
   add(2, 2, EvictionClass::active);
@@ -236,7 +241,7 @@ TEST_F(LoraCacheTest, DemoteAllKeepsTheOrderOfVictimsAndSparesThePinned) {
   }
   EXPECT_EQ(cache_.find(TaskId{2})->eviction_class, EvictionClass::active);
   add(4, 2, EvictionClass::unowned);
-  EXPECT_EQ(make_room(8), (Tasks{1, 0, 3, 4}));
+  EXPECT_EQ(make_room(8), (Tasks{0, 1, 3, 4}));
 }
 
 // What the cache should be, as a list; every entry with the time of its last use.
@@ -279,16 +284,9 @@ class CacheModel {
     return task;
   }
   void demote_all() {
-    for (const auto from : {EvictionClass::paused, EvictionClass::active}) {
-      std::map<std::uint64_t, ModelEntry*> by_use;
-      for (auto& [task, entry] : entries) {
-        if (entry.is_evictable() && entry.eviction_class == from) {
-          by_use[entry.used] = &entry;
-        }
-      }
-      for (const auto& [used, entry] : by_use) {
-        entry->eviction_class = EvictionClass::unowned;
-        entry->used = now();
+    for (auto& [task, entry] : entries) {
+      if (entry.is_evictable()) {
+        entry.eviction_class = EvictionClass::unowned;
       }
     }
   }
@@ -325,8 +323,9 @@ TEST(LoraCacheRandomTest, AgreesWithAListThroughRandomUse) {
             ASSERT_LT(model.free_pages(kPages), pages) << "more was evicted than needed";
             ASSERT_EQ(model.take_victim(), victim.value);
           }
-          cache.claim(task, pages);
-          model.entries[task.value] = {pages, true, EvictionClass::unowned, 0, 0};
+          const std::uint64_t use = model.now();
+          cache.claim(task, pages, use);
+          model.entries[task.value] = {pages, true, EvictionClass::unowned, 0, use};
         }
       } else if (ModelEntry& entry = found->second; entry.is_loading && rng() % 2 == 0) {
         if (rng() % 3 == 0) {
@@ -335,7 +334,6 @@ TEST(LoraCacheRandomTest, AgreesWithAListThroughRandomUse) {
         } else {
           cache.publish(task);
           entry.is_loading = false;
-          entry.used = model.now();
         }
       } else if (const auto action = rng() % 8; action < 2) {
         cache.pin(task);
@@ -343,14 +341,10 @@ TEST(LoraCacheRandomTest, AgreesWithAListThroughRandomUse) {
       } else if (action < 4 && entry.pins > 0) {
         cache.unpin(task);
         --entry.pins;
-        entry.used = model.now();
       } else if (action == 4) {
-        cache.touch(task);
         entry.used = model.now();
+        cache.use(task, entry.used);
       } else if (action == 5) {
-        if (entry.eviction_class != eviction_class) {
-          entry.used = model.now();
-        }
         cache.set_class(task, eviction_class);
         entry.eviction_class = eviction_class;
       } else if (action == 6 && entry.is_evictable()) {

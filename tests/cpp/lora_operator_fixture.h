@@ -71,7 +71,9 @@ class Adapter {
     }
   }
 
-  TaskPages pages() { return {&layout_, pages_.data(), scales.data(), pool_.data(), page_bytes_}; }
+  TaskPages pages() {
+    return {&layout_, pages_.data(), scales.data(), pool_.data(), page_bytes_, dtype_};
+  }
   const Layout& layout() const { return layout_; }
 
   struct Row {

@@ -276,7 +276,7 @@ TEST_F(PeftVictimTest, L3_ATaskTakesTheClassOfItsLeastEvictableOwner) {
   EXPECT_FALSE(on_device(other));
 }
 
-TEST_F(PeftVictimTest, HostVictimsAreTheLeastRecentlyOwned) {
+TEST_F(PeftVictimTest, HostVictimsAreTheLeastRecentlyAdded) {
   make_manager(3, 8);
   const TaskId first = register_adapter(1);
   const TaskId second = register_adapter(1);
@@ -284,12 +284,15 @@ TEST_F(PeftVictimTest, HostVictimsAreTheLeastRecentlyOwned) {
   add(1, first);
   add(2, second);
   add(3, third);
-  done(2);
-  done(1);  // second has been without owners for longest; third has one
-  add(4, register_adapter(1));
+  add(4, first);
+  done(4);
+  done(1);
+  done(
+      2);  // ending a request is no use: second was added before first was again; third has an owner
+  add(5, register_adapter(1));
   EXPECT_FALSE(on_host(second));
   EXPECT_TRUE(on_host(first));
-  add(5, register_adapter(1));
+  add(6, register_adapter(1));
   EXPECT_FALSE(on_host(first));
   EXPECT_TRUE(on_host(third));
 }

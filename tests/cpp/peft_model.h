@@ -97,6 +97,8 @@ class PeftModel {
       return outcome;
     }
     requests[request] = {task, false};
+    use(host, task);
+    use(device, task);
     set_class(task);
     return Outcome::ok;
   }
@@ -112,16 +114,12 @@ class PeftModel {
     } else {
       requests.erase(life);
     }
-    if (!is_owned(task)) {
-      host.at(task).used = ++clock_;
-    }
     set_class(task);
   }
 
   void close_lease() {
     for (const TaskId task : lease) {
       device.at(task).is_leased = false;
-      device.at(task).used = ++clock_;
     }
     lease.clear();
   }
@@ -129,9 +127,6 @@ class PeftModel {
   Outcome ensure(const std::vector<RequestId>& batch, bool reset, PlannedFailures failures) {
     close_lease();
     errors.clear();
-    if (reset) {
-      demote_all();
-    }
     std::vector<TaskId> tasks;
     for (const RequestId request : batch) {
       const auto life = requests.find(request);
@@ -151,12 +146,25 @@ class PeftModel {
         needed += known.at(task).pages;
       }
     }
-    if (!make_room_on_device(needed)) {
+    if (needed > most_device()) {
       for (const TaskId task : present) {
         device.at(task).is_leased = false;
       }
       return Outcome::full;
     }
+    if (reset) {
+      for (const TaskId task : present) {
+        device.at(task).is_leased = false;  // the batch's own copies are demoted as well
+      }
+      demote_all();
+      for (const TaskId task : present) {
+        device.at(task).is_leased = true;
+      }
+    }
+    for (const TaskId task : present) {
+      device.at(task).eviction_class = class_of(task);
+    }
+    static_cast<void>(make_room_on_device(needed));
     stats.device.hits += present.size();
     stats.device.misses += tasks.size() - present.size();
     for (const TaskId task : tasks) {
@@ -169,23 +177,16 @@ class PeftModel {
       copy.pages = known.at(task).pages;
       copy.is_leased = true;
       copy.eviction_class = class_of(task);
+      use(device, task);
       lease.push_back(task);
     }
     return Outcome::ok;
   }
 
-  // Classes first, then use, both kept.
   void demote_all() {
-    for (const EvictionClass from : {EvictionClass::paused, EvictionClass::active}) {
-      std::map<std::uint64_t, Copy*> by_use;
-      for (auto& [task, copy] : device) {
-        if (!copy.is_leased && copy.eviction_class == from) {
-          by_use[copy.used] = &copy;
-        }
-      }
-      for (const auto& [used, copy] : by_use) {
-        copy->eviction_class = EvictionClass::unowned;
-        copy->used = ++clock_;
+    for (auto& [task, copy] : device) {
+      if (!copy.is_leased) {
+        copy.eviction_class = EvictionClass::unowned;
       }
     }
   }
@@ -211,9 +212,8 @@ class PeftModel {
   }
   void set_class(TaskId task) {
     const auto found = device.find(task);
-    if (found != device.end() && found->second.eviction_class != class_of(task)) {
+    if (found != device.end()) {
       found->second.eviction_class = class_of(task);
-      found->second.used = ++clock_;
     }
   }
   bool is_lost(TaskId task) const {
@@ -256,7 +256,21 @@ class PeftModel {
     return std::nullopt;
   }
 
+  void use(Tasks& tier, TaskId task) {
+    const auto found = tier.find(task);
+    if (found != tier.end()) {
+      found->second.used = ++clock_;
+    }
+  }
+
   // Pages that are free or could be.
+  std::size_t most_device() const {
+    std::size_t most = free_device();
+    for (const auto& [task, copy] : device) {
+      most += copy.is_leased ? 0 : copy.pages;
+    }
+    return most;
+  }
   std::size_t most_host() const {
     std::size_t most = free_host();
     for (const auto& [task, copy] : host) {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +102,53 @@ def test_a_request_that_failed_does_not_take_its_number(names: AdapterNames) -> 
     with pytest.raises(AdapterNotFoundError):
         names.resolve("broken")
     assert names.resolve(LoRARequest("good", 1, "/good")) is not None
+
+
+class BytesPath(os.PathLike):  # type: ignore[type-arg]
+    """A path object of bytes."""
+
+    def __fspath__(self) -> bytes:
+        return b"/a/sql"
+
+
+@pytest.mark.parametrize("path", [7, None, b"/a/sql", BytesPath()], ids=repr)
+def test_what_is_no_path_is_refused(names: AdapterNames, path: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="path of adapter 'sql'"):
+        names.load("sql", path)
+    with pytest.raises(AdapterNotFoundError):
+        names.resolve("sql")
+
+
+@pytest.mark.parametrize("path", ["/a/s\0ql", "/a/\ud800"], ids=ascii)
+def test_a_path_that_no_file_can_have_is_another_path(names: AdapterNames, path: str) -> None:
+    task = names.resolve(LoRARequest("sql", 1, "/a/sql"))
+    with pytest.raises(InvalidArgumentError, match="no possible path"):
+        names.resolve(LoRARequest("sql", 1, path))
+    assert names.resolve("sql") == task
+
+
+def test_one_name_loaded_by_two_threads_at_once_is_registered_once() -> None:
+    class Slow(Registry):
+        """Registering starts a second registration, and gives it time to run beside."""
+
+        other: threading.Thread | None = None
+
+        def register(self, name: str, source: str) -> Info:
+            if self.other is None:
+                self.other = threading.Thread(target=load)
+                self.other.start()
+                self.other.join(timeout=0.1)
+            return super().register(name, source)
+
+    registry = Slow()
+    names = AdapterNames(registry)
+    infos: list[Info] = []
+
+    def load() -> None:
+        infos.append(names.load("sql", "/a/sql"))
+
+    load()
+    assert registry.other is not None
+    registry.other.join()
+    assert len(infos) == 2
+    assert infos[0] is infos[1]

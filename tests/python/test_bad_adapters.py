@@ -30,6 +30,8 @@ from pagedlora import (
     UnsupportedAdapterError,
     probe_adapter,
 )
+from pagedlora.loaders.peft_config import PeftLoraConfig, parse_peft_config
+from pagedlora.loaders.rows import StoredTensor, pair_tensors
 
 Tensors = dict[str, torch.Tensor]
 Q = "base_model.model.model.layers.0.self_attn.q_proj"  # 48 -> 64
@@ -156,6 +158,44 @@ def test_a_broken_configuration(small_cache: Cache, tmp_path: Path, text: str) -
     error = refuse(small_cache, directory, AdapterFormatError)
     assert str(directory) in error.path
     assert len(str(error)) < 1000
+
+
+def test_very_many_targets_are_looked_up_and_not_tried_one_by_one() -> None:
+    class Target(str):
+        """A name that fails when it is compared with something that it does not equal."""
+
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            assert str.__eq__(self, other), "compared one by one"
+            return True
+
+    tensors = [
+        StoredTensor(f"model.layers.{layer}.q_proj.lora_{matrix}.weight", "F32", [4, 4], 0)
+        for layer in range(300)
+        for matrix in "AB"
+    ]
+    targets = tuple(Target(f"hostile{number}") for number in range(50_000))
+    named = PeftLoraConfig(4, 8.0, use_rslora=False, target_modules=(*targets, "q_proj"))
+    assert pair_tensors(tensors, named, "x").num_tensors == 600
+    stranger = PeftLoraConfig(4, 8.0, use_rslora=False, target_modules=targets)
+    with pytest.raises(AdapterFormatError, match="'hostile4' and 49995 more") as caught:
+        pair_tensors(tensors, stranger, "x")
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["target_modules", "use_rslora", "peft_type", "a_field_of_tomorrow", "x" * 10_000, "bias"],
+    ids=lambda field: f"{field:.20}",
+)
+@pytest.mark.parametrize("value", ["y" * 100_000, [7] * 100_000], ids=["text", "list"])
+def test_errors_are_short_however_long_the_value(field: str, value: Any) -> None:
+    fields = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], field: value}
+    with pytest.raises(PagedLoraError) as caught:
+        parse_peft_config(fields, "x")
+    assert len(str(caught.value)) < 500
 
 
 # ---- tensors -----------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from tests.support.adapters import write_random_adapter
+from tests.support.tiny_models import build_tiny_model
 from typer.testing import CliRunner
 
-from pagedlora import doctor
+from pagedlora import LoraModelConfig, doctor
 from pagedlora.cli import app
 from pagedlora.errors import AdapterFormatError
 
@@ -100,6 +102,52 @@ def test_probe_prints_an_error_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert result.exit_code == 1
     assert "error: the file ends in the middle" in result.output
     assert "Traceback" not in result.output
+
+
+def test_what_files_say_is_no_markup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    directory = tmp_path / "[red]name[/nothing]"
+    report = SimpleNamespace(
+        path=str(directory),
+        ranks={"model.[bold]q_proj[/x]": 8},
+        scales={"model.[bold]q_proj[/x]": 2.0},
+        num_tensors=2,
+        dtypes=["[/y]"],
+        bytes_on_disk=2048,
+        parameters=512,
+    )
+    fake_module(monkeypatch, "pagedlora.lora_manager", probe_adapter=lambda path: report)
+    result = runner.invoke(app, ["probe", str(directory)])
+    assert result.exit_code == 0, result.output
+    for text in (directory.name, "model.[bold]q_proj[/x]", "[/y]"):
+        assert text in result.output
+
+
+def test_probe_of_the_current_directory_checks_the_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = build_tiny_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    config = LoraModelConfig.from_module(model)
+    monkeypatch.chdir(write_random_adapter(tmp_path / "adapter", config, rank=2, seed=1))
+    result = runner.invoke(app, ["probe", ".", "--model", str(tmp_path / "model")])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("adapter  .")
+
+
+@pytest.mark.parametrize("content", [None, "{}", "not json"])
+def test_a_model_that_cannot_be_loaded_is_one_line(
+    content: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = LoraModelConfig.from_module(build_tiny_model("llama"))
+    adapter = write_random_adapter(tmp_path / "adapter", config, rank=2, seed=1)
+    model = tmp_path / "model"
+    model.mkdir()
+    if content is not None:
+        (model / "config.json").write_text(content)
+    result = runner.invoke(app, ["probe", str(adapter), "--model", str(model)])
+    assert result.exit_code == 1
+    assert result.output.startswith(f"error: model '{model}' cannot be loaded: ")
+    assert len(result.output.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(("arguments", "tiny"), [([], False), (["--tiny"], True)])

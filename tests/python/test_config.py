@@ -121,3 +121,10 @@ def test_max_lora_rank_is_the_explicit_one() -> None:
 def test_two_explicit_max_lora_ranks_are_an_error_with_both_numbers() -> None:
     with pytest.raises(InvalidArgumentError, match=r"64.*16"):
         resolve_max_lora_rank(LoraConfig(max_lora_rank=64), PeftCacheConfig(max_lora_rank=16))
+
+
+def test_a_part_size_needs_a_page_size() -> None:
+    with pytest.raises(ValidationError, match="max_part_size 4096 is given without page_size"):
+        PeftCacheConfig(max_part_size=4096)
+    config = PeftCacheConfig(page_size="64KiB", max_part_size="16KiB")  # type: ignore[arg-type]
+    assert config.max_part_bytes == 16384

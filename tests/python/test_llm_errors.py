@@ -140,6 +140,7 @@ def test_numbers_and_names_must_agree(llm: LLM, llama_adapters: dict[str, Path])
     ("prompts", "params", "loras"),
     [
         ([[1], [2]], [GREEDY], None),
+        ([[1], [2]], [], None),
         ([[1], [2]], GREEDY, ["r8"]),
         ([[1]], GREEDY, [5]),
         (None, GREEDY, None),
@@ -163,7 +164,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(llm: LLM, exception: BaseEx
         if calls == 4:
             raise exception
 
-    handle = llm._loaded.model.register_forward_pre_hook(explode)
+    handle = llm._parts.loaded.model.register_forward_pre_hook(explode)
     with pytest.raises(type(exception)):
         llm.generate(make_prompts(6, seed=1), GREEDY, ["r8", "r3", None] * 2)
     handle.remove()
@@ -181,3 +182,18 @@ def test_a_nan_adapter_harms_only_itself(llm: LLM, tmp_path: Path) -> None:
     )
     assert tokens_of([outputs[0], outputs[2]]) == good
     assert "not finite" in str(outputs[1].error)
+
+
+@pytest.mark.parametrize("path", [7, None, b"adapters/a"], ids=repr)
+def test_what_is_no_path_is_refused(llm: LLM, path: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="path of adapter 'new'"):
+        llm.load_lora("new", path)
+
+
+def test_a_path_that_no_file_can_have_fails_its_request_alone(llm: LLM) -> None:
+    good = tokens_of(llm.generate([[1, 2], [3]], GREEDY, ["r8", None]))
+    bad = [LoRARequest(name, None, "/no\0path") for name in ("r8", "new")]
+    outputs = llm.generate([[1, 2], [1], [1], [3]], GREEDY, ["r8", *bad, None])
+    assert tokens_of([outputs[0], outputs[3]]) == good
+    assert isinstance(outputs[1].error, InvalidArgumentError)
+    assert isinstance(outputs[2].error, AdapterNotFoundError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,13 @@ from tests.support.cache_fixtures import Cache, register_adapters
 from tests.support.tiny_models import build_tiny_model
 from torch import nn
 
-from pagedlora import AdapterNotFoundError, InvalidArgumentError, LoraModelConfig, probe_adapter
+from pagedlora import (
+    AdapterNotFoundError,
+    InvalidArgumentError,
+    LoraManager,
+    LoraModelConfig,
+    probe_adapter,
+)
 from pagedlora.lora_manager import MAX_NAME_BYTES
 
 
@@ -112,6 +119,66 @@ def test_impossible_names_are_refused(small_cache: Cache, tmp_path: Path, name: 
     with pytest.raises(InvalidArgumentError, match="name"):
         small_cache.adapters.register(name, directory)
     assert len(small_cache.adapters) == 0
+
+
+@pytest.mark.parametrize("source", [7, None, b"a"], ids=repr)
+def test_a_source_that_is_no_path_is_refused(small_cache: Cache, source: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="source of adapter 'a'"):
+        small_cache.adapters.register("a", source)
+
+
+@pytest.mark.parametrize("failing", ["num_pages_of_plan", "num_pages_of_task", "register_task"])
+def test_a_register_that_fails_half_way_leaves_neither_name_nor_task(
+    small_cache: Cache, tmp_path: Path, failing: str
+) -> None:
+    directory = write_random_adapter(tmp_path, small_cache.config, rank=1, seed=1)
+    core = small_cache.peft.core
+    tasks: list[int] = []
+
+    def raise_error(argument: object) -> None:
+        raise MemoryError
+
+    def register_task(plan: Any) -> int:
+        tasks.append(core.register_task(plan))
+        return tasks[-1]
+
+    calls = {
+        "num_pages_of_plan": core.num_pages_of_plan,
+        "num_pages_of_task": core.num_pages_of_task,
+        "register_task": register_task,
+        failing: raise_error,
+    }
+    cache = SimpleNamespace(
+        core=SimpleNamespace(**calls),
+        page_bytes=small_cache.peft.page_bytes,
+        active_tasks={},
+        paused_tasks={},
+        is_task_cached=small_cache.peft.is_task_cached,
+        is_task_cached_device=small_cache.peft.is_task_cached_device,
+    )
+    manager = LoraManager(small_cache.config, cache)  # type: ignore[arg-type]
+    try:
+        manager.register("a", directory)
+    except MemoryError:
+        assert (len(manager), tasks) == (0, [])
+    else:  # it does not need that call
+        assert len(manager) == len(tasks) == 1
+
+
+def test_list_asks_for_the_owners_once(small_cache: Cache, tmp_path: Path) -> None:
+    register_adapters(small_cache, tmp_path, "a", "b", "c")
+
+    class Counting:
+        asked = 0
+
+        def __getattr__(self, name: str) -> Any:
+            self.asked += name in ("active_tasks", "paused_tasks")
+            return getattr(small_cache.peft, name)
+
+    counting = Counting()
+    small_cache.adapters._cache = counting  # type: ignore[assignment]
+    assert len(small_cache.adapters.list()) == 3
+    assert counting.asked == 2
 
 
 def test_a_name_is_given_once(small_cache: Cache, tmp_path: Path) -> None:

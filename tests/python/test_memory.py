@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from pagedlora import memory
+
 ROOT = Path(__file__).parents[2]
 NUM_ADAPTERS = 500
 MAX_BYTES_PER_ADAPTER = 64 * 1024
@@ -39,3 +41,34 @@ def test_500_adapters_through_room_for_8_cost_little_each(tmp_path: Path) -> Non
     assert cost["source_reads"] >= 2 * NUM_ADAPTERS
     assert cost["source_rereads"] >= NUM_ADAPTERS
     assert min(cost["host_evictions"], cost["device_evictions"]) >= NUM_ADAPTERS
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ({}, 8000 * 1024),
+        ({"memory.max": "max", "memory.current": "5"}, 8000 * 1024),
+        ({"memory.max": "9000", "memory.current": "5000"}, 4000),
+        (
+            {
+                "memory.max": "9000",
+                "memory.current": "8900",
+                "memory.stat": "anon 6000\nactive_file 100\ninactive_file 2500\nslab 300\n",
+            },
+            2600,
+        ),
+        ({"memory.max": "9000", "memory.current": "9500", "memory.stat": "anon 9500\n"}, 0),
+        ({"memory.max": "9000000000", "memory.current": "0"}, 8000 * 1024),
+    ],
+    ids=["no group", "no limit", "no statistics", "page cache", "over the limit", "machine full"],
+)
+def test_memory_in_a_group_is_its_limit_less_what_cannot_be_dropped(
+    group: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       16000 kB\nMemAvailable:    8000 kB\n")
+    for name, text in group.items():
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.available_memory_bytes() == expected

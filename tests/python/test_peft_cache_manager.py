@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -348,3 +349,23 @@ def test_page_counts_round_down_to_the_budget(page_size: int | str) -> None:
     assert peft.max_host_pages == budget // peft.page_bytes
     assert peft.max_device_pages == 2 * budget // peft.page_bytes
     peft.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is bfloat16.*is float32"),
+        ({"max_lora_rank": 8}, "max_lora_rank is 8.*is 16"),
+        ({"max_lora_rank": 32}, "max_lora_rank is 32.*is 16"),
+    ],
+)
+def test_a_configuration_that_contradicts_the_model_configuration_is_refused(
+    fields: dict[str, Any], words: str
+) -> None:
+    model = model_config(torch.float32, max_lora_rank=16)
+    with pytest.raises(InvalidArgumentError, match=words):
+        PeftCacheManager(model, PeftCacheConfig(**fields))
+    same = PeftCacheConfig(
+        dtype="float32", max_lora_rank=16, host_cache_size="1MB", device_cache_size="1MB"
+    )
+    PeftCacheManager(model, same).close()

@@ -1,7 +1,8 @@
 """A step does nothing per registered adapter: counted, not timed.
 
-Every Python function and every function of the extension that a step calls is counted, by name,
-as is what the step allocates: 10 registered adapters and 1,000 give the same numbers.
+Every Python function and every C function that Python calls while requests are answered is counted,
+by name: 10 registered adapters and 1,000 give the same numbers. Loops inside the C++ core are not
+seen; for those there is the ratio of step times in benchmarks/.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def engines() -> Iterator[list[LLM]]:
     made: list[LLM] = []
     yield made
     for llm in made:
-        llm._core.check_invariants()
+        llm._parts.core.check_invariants()
         llm.peft_cache_manager.check_invariants()
         assert not llm.peft_cache_manager.active_tasks
         llm.close()

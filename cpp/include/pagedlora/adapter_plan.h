@@ -43,6 +43,7 @@ class AdapterPlan {
   const std::vector<PlannedRow>& rows() const { return rows_; }
   const std::vector<float>& scales() const { return scales_; }  // one per row
   const std::shared_ptr<const TensorSource>& source() const { return source_; }
+  std::uint64_t config_fingerprint() const { return config_fingerprint_; }
   std::vector<RowShape> row_shapes() const;
 
   // The same rows without the source: what is left of weights that a request carried.
@@ -52,6 +53,7 @@ class AdapterPlan {
   std::vector<PlannedRow> rows_;
   std::vector<float> scales_;
   std::shared_ptr<const TensorSource> source_;
+  std::uint64_t config_fingerprint_;
 };
 
 }  // namespace pagedlora

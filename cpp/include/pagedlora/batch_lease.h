@@ -3,14 +3,14 @@
 // Made by PeftCacheManager::ensure_batch. close() comes after the batch's last read; with one
 // batch in flight the next ensure_batch closes it. Views taken from it are invalid afterwards.
 //
-// Thread-safe.
+// Thread-safe: close() waits for readers that hold hold_open().
 #pragma once
 
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -24,7 +24,8 @@ class BatchLease {
  public:
   struct LeasedTask {
     TaskId task;
-    TaskPages pages;
+    TaskPages pages;  // points into `layout`
+    std::shared_ptr<const Layout> layout;
   };
   using Release = std::function<void(const std::vector<LeasedTask>&)>;
 
@@ -56,6 +57,9 @@ class BatchLease {
   const LoraModelConfig& config() const { return *config_; }
   bool is_open() const;
   void check_open() const;  // throws LeaseClosedError after close()
+
+  // Keeps the lease from being closed for as long as the result lives. Throws LeaseClosedError.
+  [[nodiscard]] std::shared_lock<std::shared_mutex> hold_open() const;
   void close() noexcept;  // idempotent
 
  private:
@@ -63,7 +67,7 @@ class BatchLease {
   std::vector<LeasedTask> tasks_;
   std::unordered_map<RequestId, std::size_t> task_of_request_;
   std::unordered_map<RequestId, std::exception_ptr> errors_;
-  mutable std::mutex mutex_;
+  mutable std::shared_mutex mutex_;
   Release release_;  // empty once closed
 };
 

@@ -49,10 +49,12 @@ class AdapterTooLargeError : public Error {
   std::size_t page_bytes;
 };
 
-// A request names a task that has no source, and carries no weights for it.
+// A request names a task that has no source, and carries no weights for it; or a tier is asked for a task
+// that it does not hold.
 class PeftTaskNotCachedError : public Error {
  public:
   explicit PeftTaskNotCachedError(TaskId task);
+  PeftTaskNotCachedError(TaskId task, const std::string& tier);
 
   TaskId task;
 };

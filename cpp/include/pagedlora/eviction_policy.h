@@ -6,6 +6,7 @@
 // Nodes belong to the caller, who keeps them alive and in at most one policy. Thread-compatible.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string_view>
@@ -16,6 +17,7 @@ namespace pagedlora {
 
 struct PolicyNode {
   TaskId task;
+  std::uint64_t last_use = 0;  // uses are numbered in call order
   PolicyNode* previous = nullptr;
   PolicyNode* next = nullptr;
 };
@@ -24,10 +26,15 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  virtual void insert(PolicyNode& node) = 0;  // counts as a use
-  virtual void touch(PolicyNode& node) = 0;   // another use of an inserted node
+  // Enters a node that becomes evictable: not a use, its last_use may lie long ago.
+  virtual void insert(PolicyNode& node) = 0;
+  // The inserted node was used again; its last_use has just become the largest of all.
+  virtual void touch(PolicyNode& node) = 0;
   virtual void erase(PolicyNode& node) = 0;
-  virtual PolicyNode* victim() = 0;  // who goes next; nullptr when empty. Changes nothing
+  // Who goes next; nullptr when empty. Changes nothing.
+  virtual PolicyNode* victim() = 0;
+  // Every inserted node once.
+  virtual void visit(const std::function<void(const PolicyNode&)>& visitor) const = 0;
 };
 
 using PolicyFactory = std::function<std::unique_ptr<EvictionPolicy>()>;

@@ -47,6 +47,9 @@ struct LayoutParams {
   friend bool operator==(const LayoutParams&, const LayoutParams&) = default;
 };
 
+// The same with max_part_bytes filled in. Throws InvalidArgumentError for sizes that no layout can have.
+LayoutParams checked(LayoutParams params);
+
 struct PartLocation {
   std::uint32_t page = 0;  // position in the task's list of pages
   std::uint32_t slot = 0;  // offset in the page, in units of kSlotBytes
@@ -79,6 +82,9 @@ class Layout {
   std::uint32_t num_pages() const { return num_pages_; }
   std::size_t payload_bytes() const { return payload_bytes_; }  // bytes of weights, without gaps
 
+  // Modules of the model that the layout was made for.
+  std::size_t num_modules() const { return row_of_module_.size(); }
+
   // Position of the module's row in rows(), if the adapter touches it. O(1).
   std::optional<std::uint32_t> row_of(ModuleIndex module) const;
 
@@ -109,6 +115,7 @@ struct TaskPages {
   const float* scales = nullptr;  // one per row of the layout
   std::byte* base = nullptr;      // address of page 0 of the pool
   std::size_t page_bytes = 0;
+  Dtype dtype = Dtype::float32;  // of the weights
 
   std::byte* address(PartLocation at) const {
     return base + static_cast<std::size_t>(pages[at.page].value) * page_bytes +

@@ -7,7 +7,7 @@
 // Invariants (check_invariants)
 //   every page is free or in exactly one entry, and a claimed page is not free in the pool
 //   an entry exists only while loading or resident; absent entries are not stored
-//   a policy holds exactly the resident entries of its class without pins
+//   the policy of a class holds exactly the resident entries of that class without pins
 //   evictable_pages() is the sum of their pages
 //
 // Eviction is all or nothing: try_make_room first finds out whether enough can be freed.
@@ -64,19 +64,21 @@ class LoraCache {
   // if it can.
   std::optional<Shortage> shortage(std::size_t pages, std::size_t kept_pages = 0) const;
 
+  [[noreturn]] void refuse(const Shortage& shortage) const;  // throws LoraCacheFullError
+
   // Evicts until `pages` are free and appends the victims to `evicted`; or changes nothing and says
   // why not.
   std::optional<Shortage> try_make_room(std::size_t pages, std::vector<TaskId>& evicted);
 
   // absent -> loading, on the lowest free pages. There must be room (std::logic_error).
-  const Entry& claim(TaskId task, std::size_t pages);
+  const Entry& claim(TaskId task, std::size_t pages, std::uint64_t use);
   void publish(TaskId task);  // loading -> resident
   void fail(TaskId task);     // loading -> absent; the pages are free again
   void evict(TaskId task);    // resident and unpinned -> absent
 
   void pin(TaskId task);  // loading or resident
   void unpin(TaskId task);
-  void touch(TaskId task);  // a use, in call order; absent tasks are ignored
+  void use(TaskId task, std::uint64_t use);  // numbered in call order; absent tasks are ignored
   void set_class(TaskId task, EvictionClass eviction_class);  // absent tasks are ignored
 
   // Every unpinned resident entry becomes `unowned`, keeping the order of victims.
@@ -96,6 +98,8 @@ class LoraCache {
   void enter_policy(Entry& entry);
   void leave_policy(Entry& entry);
   void remove(TaskId task);
+  void check_entry(TaskId task, const Entry& entry, std::vector<bool>& owned) const;
+  void check_policies() const;
   PolicyNode* next_victim();
 
   std::string tier_;

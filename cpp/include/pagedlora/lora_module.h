@@ -40,6 +40,9 @@ class LoraModelConfig {
   Dtype dtype() const { return dtype_; }
   std::int32_t max_lora_rank() const { return max_lora_rank_; }
 
+  // Tells configurations with other modules apart: a hash of all names and sizes, in order.
+  std::uint64_t fingerprint() const { return fingerprint_; }
+
   static constexpr std::int32_t kMaxRank = 1024;
 
  private:
@@ -47,6 +50,7 @@ class LoraModelConfig {
   std::unordered_map<std::string, std::uint32_t> index_by_name_;
   Dtype dtype_;
   std::int32_t max_lora_rank_;
+  std::uint64_t fingerprint_ = 0;
 };
 
 }  // namespace pagedlora

@@ -79,7 +79,7 @@ class LoraOperator {
  private:
   struct Tile;
 
-  void check(const LoraBatch& batch, const Activations& activations) const;
+  void check(const LoraBatch& batch, ModuleIndex module, const Activations& activations) const;
   void apply_run(const internal::LoraKernels& kernels, const LoraBatch::Run& run,
                  ModuleIndex module, const Activations& activations, const std::byte* next_weights);
   void apply_tile(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile);

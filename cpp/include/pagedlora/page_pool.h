@@ -49,13 +49,14 @@ class PagePool {
  private:
   void mark(std::size_t page, bool free);
   std::size_t lowest_free() const;
+  void start_prefault() noexcept;
   void prefault_blocks();
 
   std::shared_ptr<Device> device_;
   std::size_t num_pages_;
   std::size_t page_bytes_;
   std::size_t num_free_;
-  std::byte* arena_;
+  std::byte* arena_ = nullptr;
   // Bit i of level k+1 is set when word i of level k is not zero; level 0 has a bit per page.
   std::vector<std::vector<std::uint64_t>> levels_;
   std::atomic<bool> stop_prefault_{false};

@@ -5,26 +5,29 @@
 //
 // Per task two sets of request ids (task_owners.h) decide what may be evicted:
 //
-//   call                    A, P          device copy                    host copy
-//   add_request_peft(r)     A+r, P-r      made resident by ensure_batch  resident on return; pinned
-//   while
-//                                                                        A and P are not both empty
-//   mark_request_done(r,    A-r, P+r      given up before those with     stays pinned
-//     pause), r in A                      active owners
-//   mark_request_done(r)    -r            A empty: given up earlier      A and P empty: evictable
-//   either, r in neither    nothing
+//   call                          A, P        device copy              host copy
+//   add_request_peft(r)           A+r, P-r    filled by ensure_batch   resident on return; pinned
+//                                                                      while A or P has members
+//   mark_request_done(r, pause),  A-r, P+r    A empty: given up        stays pinned
+//     r in A                                  before active ones
+//   mark_request_done(r)          -r          A and P empty: given     A and P empty: evictable
+//                                             up first
+//   either, r in neither          nothing     -                        -
 //
 // Device victims: no owner, then paused, then active; never what an open lease reads. Host victims:
-// only tasks without owners.
+// only tasks without owners. Within a class the policy decides; adding a request and ensuring a
+// batch are uses of the task, closing a lease and marking a request done are not.
 //
 // Loads happen inside the call: source -> host in add_request_peft, host -> device in ensure_batch.
-// A call that throws has changed neither owners nor residency, except that victims which a load had
-// already displaced stay evicted.
+// A call that throws has changed neither owners nor residency, with two exceptions: victims that a
+// load had already displaced stay evicted, and so do old weights under a task id that nobody used
+// once the load of new ones has begun.
 //
 // Thread-safe: one lock, held during loads. Every public call may block on a load of another
 // thread's call.
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -53,7 +56,7 @@ struct PeftCacheSizes {
   std::size_t host_cache_bytes = 0;
   std::size_t device_cache_bytes = 0;
   std::size_t page_bytes = 0;      // 0: searched for (page_size_search.h)
-  std::size_t max_part_bytes = 0;  // 0: page_bytes, or searched for with it
+  std::size_t max_part_bytes = 0;  // 0: page_bytes; searched for together with a page size of 0
 };
 
 // Weights that come with a request instead of from a registered source.
@@ -152,8 +155,12 @@ class PeftCacheManager {
   void read_source(TaskId task, TaskRecord& record, const AdapterPlan& plan);
   void refill_host_from_device(TaskId task, TaskRecord& record);
   void copy_to_device(TaskId task);
+  void check_plan(const AdapterPlan& plan) const;
   std::vector<TaskId> resolve_batch(std::span<const RequestId> requests, BatchLease& lease);
-  void claim_absent(const std::vector<TaskId>& tasks);
+  void claim_batch(const std::vector<TaskId>& tasks, bool reset_device_cache);
+  void fill_lease(const std::vector<TaskId>& tasks, std::span<const RequestId> requests,
+                  BatchLease& lease);
+  void undo_claims(const std::vector<TaskId>& tasks, const BatchLease& lease) noexcept;
   void release_lease(const std::vector<BatchLease::LeasedTask>& tasks) noexcept;
   std::unique_lock<std::mutex> lock_without_lease();
   void forget_if_gone(TaskId task);
@@ -174,7 +181,10 @@ class PeftCacheManager {
   std::uint64_t next_task_ = kFirstRegisteredTask;
   std::vector<std::byte> chunk_;
   PeftCacheStats stats_;
+  std::uint64_t uses_ = 0;  // numbers the uses of tasks in call order, which victims follow
   std::weak_ptr<BatchLease> open_lease_;
+  std::size_t leased_pins_ = 0;  // device pins that leases hold
+  std::condition_variable lease_released_;
   bool closed_ = false;
 };
 

@@ -48,6 +48,8 @@ class TaskOwners {
   void check_invariants() const;
 
  private:
+  void drop_if_empty(TaskId task);
+
   std::unordered_map<RequestId, TaskId> task_by_request_;
   std::unordered_map<TaskId, Sets> by_task_;
 };

@@ -29,6 +29,10 @@ constexpr std::size_t kBytes = kDtype == Dtype::float32 ? 4 : 2;
 template <Dtype kDtype>
 constexpr std::size_t kLineElements = kLineBytes / kBytes<kDtype>;
 
+__mmask64 first_bytes(std::size_t count) {
+  return count >= kLineBytes ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
+}
+
 // Where the output goes: both targets advance together. Lines that are aligned in both bypass the
 // caches, which saves reading the target before it is written.
 class Sink {
@@ -58,7 +62,7 @@ class Sink {
 
   // The first `num_bytes`, fewer than a line.
   void put_part(__m512i line, std::size_t num_bytes) {
-    const __mmask64 mask = (std::uint64_t{1} << num_bytes) - 1;
+    const __mmask64 mask = first_bytes(num_bytes);
     _mm512_mask_storeu_epi8(target_, mask, line);
     if (second_ != nullptr) {
       _mm512_mask_storeu_epi8(second_, mask, line);
@@ -200,7 +204,7 @@ __m512i convert_line(const std::byte* from, __mmask16& overflowed) {
 template <Dtype kSource, Dtype kTarget>
 __m512i convert_part(const std::byte* from, std::size_t count, __mmask16& overflowed) {
   if constexpr (kSource == kTarget) {
-    return _mm512_maskz_loadu_epi8((std::uint64_t{1} << (count * kBytes<kSource>)) - 1, from);
+    return _mm512_maskz_loadu_epi8(first_bytes(count * kBytes<kSource>), from);
   } else {
     const __m512i low = load_16<kSource>(from, first_16(count));
     const __m512i high = count <= 16
@@ -259,9 +263,9 @@ void copy_pieces(const Copy2d& copy, Sink& sink, __mmask16& overflowed) {
   const auto put_one = [&] {
     sink.put_part(convert_part<kSource, kTarget>(from, kPieceElements, overflowed), kPieceBytes);
     from += stride;
-    --rows;
   };
-  for (std::size_t head = sink.bytes_to_alignment() / kPieceBytes; head != 0 && rows != 0; --head) {
+  std::size_t head = sink.bytes_to_alignment() / kPieceBytes;
+  for (; head != 0 && rows != 0; --head, --rows) {
     put_one();
   }
   const bool streaming = sink.streams();
@@ -269,7 +273,7 @@ void copy_pieces(const Copy2d& copy, Sink& sink, __mmask16& overflowed) {
     sink.put_line(convert_pieces<kSource, kTarget>(from, stride, overflowed), streaming);
     from += kStep * stride;
   }
-  while (rows != 0) {
+  for (; rows != 0; --rows) {
     put_one();
   }
 }

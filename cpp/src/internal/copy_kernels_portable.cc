@@ -84,6 +84,9 @@ bool copy_pieces(const Copy2d& copy) {
 
 template <class From, class To>
 bool copy_rows(const Copy2d& copy) {
+  if (copy.rows == 0 || copy.row_elements == 0) {
+    return true;  // there may be no memory at all
+  }
   if (copy.source_stride_bytes == copy.row_elements * sizeof(From)) {
     return put_run<From, To>(copy, copy.source, copy.rows * copy.row_elements, 0);
   }

@@ -7,18 +7,23 @@
 namespace pagedlora {
 namespace {
 
-// A ring through a sentinel: sentinel.next is the least recently used.
+// A ring through a sentinel, in order of last use: sentinel.next is the least recently used.
 class LruPolicy final : public EvictionPolicy {
  public:
   LruPolicy() { ring_.previous = ring_.next = &ring_; }
   LruPolicy(const LruPolicy&) = delete;
   LruPolicy& operator=(const LruPolicy&) = delete;
 
+  // Looks for the place from the recent end: only what was used since then is passed by.
   void insert(PolicyNode& node) override {
-    node.previous = ring_.previous;
-    node.next = &ring_;
-    ring_.previous->next = &node;
-    ring_.previous = &node;
+    PolicyNode* before = ring_.previous;
+    while (before != &ring_ && before->last_use > node.last_use) {
+      before = before->previous;
+    }
+    node.previous = before;
+    node.next = before->next;
+    before->next->previous = &node;
+    before->next = &node;
   }
 
   void touch(PolicyNode& node) override {
@@ -33,6 +38,12 @@ class LruPolicy final : public EvictionPolicy {
   }
 
   PolicyNode* victim() override { return ring_.next == &ring_ ? nullptr : ring_.next; }
+
+  void visit(const std::function<void(const PolicyNode&)>& visitor) const override {
+    for (const PolicyNode* node = ring_.next; node != &ring_; node = node->next) {
+      visitor(*node);
+    }
+  }
 
  private:
   PolicyNode ring_;

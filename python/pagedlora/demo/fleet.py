@@ -33,11 +33,13 @@ class Fleet:
         paths: Name to directory.
         infos: Name to what is known of it.
         page_bytes: Size of a page.
+        max_part_bytes: Most bytes of a matrix in one piece.
     """
 
     paths: Mapping[str, Path]
     infos: Mapping[str, AdapterInfo]
     page_bytes: int
+    max_part_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -73,7 +75,7 @@ def measure_fleet(model: nn.Module, paths: Mapping[str, Path], dtype: torch.dtyp
     try:
         manager = LoraManager(config, cache)
         infos = {name: manager.register(name, path) for name, path in paths.items()}
-        return Fleet(dict(paths), infos, cache.page_bytes)
+        return Fleet(dict(paths), infos, cache.page_bytes, cache.max_part_bytes)
     finally:
         cache.close()
 
@@ -91,7 +93,7 @@ def open_engine(
 
     Args:
         model: Given back unchanged when the engine is closed.
-        fleet: Fixes the page size.
+        fleet: Fixes the page and part sizes.
         host_bytes: Budget of the host tier.
         device_bytes: Budget of the device tier.
         batch_size: Requests that run at once.
@@ -105,6 +107,7 @@ def open_engine(
             host_cache_size=host_bytes,
             device_cache_size=device_bytes,
             page_size=fleet.page_bytes,
+            max_part_size=fleet.max_part_bytes,
         ),
         kv_cache_config=KvCacheConfig(num_blocks=batch_size * blocks, block_size=KV_BLOCK_TOKENS),
         scheduler_config=SchedulerConfig(max_batch_size=batch_size),

@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from pagedlora.demo.fleet import Fleet, ask, describe, measure_fleet, open_engine
@@ -267,6 +268,11 @@ def _print_verdicts(
         history = "" if name is None else ("re-read" if name in ours.read_again else "hit")
         agrees = "differs" if verdict.fault else "agrees"
         table.add_row(
-            name or _BASE, *shape, history, f"{verdict.gap:.1g}", f"{verdict.control:.1f}", agrees
+            Text(name or _BASE),
+            *shape,
+            history,
+            f"{verdict.gap:.1g}",
+            f"{verdict.control:.1f}",
+            agrees,
         )
     console.print(table)

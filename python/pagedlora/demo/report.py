@@ -34,11 +34,13 @@ def print_heading(console: Console, text: str) -> None:
 
 def print_answers(console: Console, question: str, answers: dict[str, str]) -> None:
     """Who answered what; the first one is the base model."""
-    table = Table(box=SIMPLE_HEAD, title=f"“{question}”", title_justify="left")
+    table = Table(box=SIMPLE_HEAD, title=Text(f"“{question}”"), title_justify="left")
     table.add_column("who", no_wrap=True)
     table.add_column("answer")
     for number, (who, answer) in enumerate(answers.items()):
-        table.add_row(who, Text(" ".join(answer.split())), style="bold" if number == 0 else "")
+        table.add_row(
+            Text(who), Text(" ".join(answer.split())), style="bold" if number == 0 else ""
+        )
     console.print(table)
 
 

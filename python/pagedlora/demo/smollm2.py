@@ -17,6 +17,8 @@ import zipfile
 from pathlib import Path
 from typing import Any, Protocol
 
+from rich.markup import escape
+
 MODEL_NAME = "SmolLM2-135M-Instruct"
 """What adapters trained on this model carry as `base_model_name_or_path`."""
 
@@ -77,7 +79,8 @@ def fetch_smollm2(cache_dir: Path | None = None, *, console: MessagePrinter | No
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{_DIRECTORY_NAME}-") as scratch:
         gguf_file = _download_gguf(Path(scratch), target, console)
         console.print(
-            f"Converting {gguf_file.name} to bfloat16 safetensors in {target} (once, about 30 s)"
+            f"Converting {gguf_file.name} to bfloat16 safetensors in {escape(str(target))} "
+            "(once, about 30 s)"
         )
         converted = Path(scratch) / "converted"
         _convert(gguf_file, converted)

@@ -64,24 +64,55 @@ def smollm2_scenario(
     from transformers import AutoConfig, AutoTokenizer
 
     shown = find_trained_adapters(adapters)
-    directory = _fetch(console) if model is None else model
-    if not (directory / "config.json").is_file():
-        raise DemoError(f"{directory} holds no config.json: name a model directory with --model")
-    _check_disk(scratch)
+    directory = _model_directory(model, console)
     config = LoraModelConfig.from_hf_config(AutoConfig.from_pretrained(directory))
     tokenizer = AutoTokenizer.from_pretrained(directory)
 
-    def load_model(dtype: torch.dtype) -> nn.Module:
-        from transformers import AutoModelForCausalLM
+    return Scenario(
+        title=f"{MODEL_NAME} (bfloat16, dequantised from Q4_1)",
+        load_model=lambda dtype: _load_model(directory, dtype),
+        dtype=torch.bfloat16,
+        encode=lambda question: _chat_tokens(tokenizer, question),
+        decode=lambda tokens: _decode(tokenizer, tokens),
+        shown_kind="trained",
+        shown=shown,
+        generated=_write_generated(scratch, console, config, seed),
+        question=DEMO_PROMPT,
+        stream_questions=STREAM_QUESTIONS,
+        workload=WORKLOAD,
+        seed=seed,
+    )
 
-        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        return loaded.eval()
 
+def _model_directory(given: Path | None, console: Console) -> Path:
+    """The given directory, or the one that the model is fetched to."""
+    if given is None:
+        try:
+            return fetch_smollm2(console=console)
+        except RuntimeError as error:
+            raise DemoError(str(error)) from error
+    if not (given / "config.json").is_file():
+        raise DemoError(f"{given} holds no config.json: name a model directory with --model")
+    return given
+
+
+def _load_model(directory: Path, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    return loaded.eval()
+
+
+def _write_generated(
+    scratch: Path, console: Console, config: LoraModelConfig, seed: int
+) -> dict[str, Path]:
+    """Writes the generated adapters; name to directory."""
+    _check_disk(scratch)
     named_shapes = (
         (f"generated-{number:03}", shape)
         for number, shape in enumerate(islice(cycle(FLEET_SHAPES), NUM_GENERATED))
     )
-    generated = write_adapters(
+    return write_adapters(
         scratch,
         track(
             named_shapes,
@@ -93,27 +124,6 @@ def smollm2_scenario(
         seed=seed,
         strength=STRENGTH,
     )
-    return Scenario(
-        title=f"{MODEL_NAME} (bfloat16, dequantised from Q4_1)",
-        load_model=load_model,
-        dtype=torch.bfloat16,
-        encode=lambda question: _chat_tokens(tokenizer, question),
-        decode=lambda tokens: _decode(tokenizer, tokens),
-        shown_kind="trained",
-        shown=shown,
-        generated=generated,
-        question=DEMO_PROMPT,
-        stream_questions=STREAM_QUESTIONS,
-        workload=WORKLOAD,
-        seed=seed,
-    )
-
-
-def _fetch(console: Console) -> Path:
-    try:
-        return fetch_smollm2(console=console)
-    except RuntimeError as error:
-        raise DemoError(str(error)) from error
 
 
 def _check_disk(scratch: Path) -> None:

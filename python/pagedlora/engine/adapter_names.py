@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, Protocol
 
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
+from pagedlora.paths import is_possible_path, to_path
 from pagedlora.requests import LoRARequest
 
 
@@ -13,7 +15,7 @@ class AdapterRegistry(Protocol):
     """What is used of a `LoraManager`."""
 
     def register(self, name: str, source: str, /) -> Any:
-        """Gives the name a source."""
+        """Gives the name a source; returns its `AdapterInfo`."""
 
     def get(self, name: str, /) -> Any:
         """`AdapterInfo` of a registered adapter; raises AdapterNotFoundError."""
@@ -25,7 +27,7 @@ class AdapterRegistry(Protocol):
 class AdapterNames:
     """Resolves names, `LoRARequest`s, numbers and paths, and keeps them consistent.
 
-    Not thread-safe.
+    Thread-safe.
     """
 
     def __init__(self, registry: AdapterRegistry) -> None:
@@ -37,6 +39,7 @@ class AdapterNames:
         self._registry = registry
         self._name_by_int_id: dict[int, str] = {}
         self._path_by_name: dict[str, str] = {}
+        self._lock = threading.Lock()
 
     def load(self, name: str, path: str | os.PathLike[str]) -> Any:
         """Registers an adapter.
@@ -49,13 +52,14 @@ class AdapterNames:
             The registry's `AdapterInfo`.
 
         Raises:
-            InvalidArgumentError: The name is registered from another path.
+            InvalidArgumentError: The name is registered from another path, or the path is none.
             PagedLoraError: The adapter cannot be used; nothing was registered.
         """
-        if not self._is_registered_from(name, path):
-            self._registry.register(name, os.fspath(path))
-            self._path_by_name[name] = os.path.realpath(path)
-        return self._registry.get(name)
+        source = to_path(path, f"the path of adapter '{name!s:.80}'")
+        with self._lock:
+            if self._is_registered_from(name, source):
+                return self._registry.get(name)
+            return self._register(name, source)
 
     def resolve(self, lora: LoRARequest | str | None) -> int | None:
         """The task that answers.
@@ -76,16 +80,28 @@ class AdapterNames:
             return None
         if isinstance(lora, str):
             return self._registry.task_id(lora)
+        with self._lock:
+            return self._resolve_request(lora)
+
+    def _resolve_request(self, lora: LoRARequest) -> int:
         self._check_int_id(lora)
-        name, path = lora.lora_name, lora.lora_path
-        if path is not None and not self._is_registered_from(name, path):
-            self.load(name, path)
+        name = lora.lora_name
+        if lora.lora_path is not None:
+            path = to_path(lora.lora_path, f"the path of adapter '{name:.80}'")
+            if not self._is_registered_from(name, path):
+                self._register(name, path)
         task_id = self._registry.task_id(name)
         if lora.lora_int_id is not None:
             self._name_by_int_id[lora.lora_int_id] = name
         return task_id
 
-    def _is_registered_from(self, name: str, path: str | os.PathLike[str]) -> bool:
+    def _register(self, name: str, path: str) -> Any:
+        """Registers a new name; returns its `AdapterInfo`."""
+        info = self._registry.register(name, path)
+        self._path_by_name[name] = _real_path(path)
+        return info
+
+    def _is_registered_from(self, name: str, path: str) -> bool:
         """Whether the name is registered, from that path.
 
         Raises:
@@ -94,11 +110,11 @@ class AdapterNames:
         known = self._path_by_name.get(name)
         if known is None:
             try:
-                known = os.path.realpath(self._registry.get(name).path)
+                known = _real_path(self._registry.get(name).path)
             except AdapterNotFoundError:
                 return False
             self._path_by_name[name] = known
-        wanted = os.path.realpath(path)
+        wanted = _real_path(path)
         if known != wanted:
             raise InvalidArgumentError(
                 f"adapter '{name}' is registered from {known}, not from {wanted}: give the other "
@@ -115,3 +131,10 @@ class AdapterNames:
                 f"lora_int_id {lora.lora_int_id} of adapter '{lora.lora_name}' is the number of "
                 f"adapter '{other}': give each name its own number, or none"
             )
+
+
+def _real_path(path: str) -> str:
+    """The path without links; raises InvalidArgumentError where no file can have that name."""
+    if not is_possible_path(path):
+        raise InvalidArgumentError(f"{path!r:.200} is no possible path")
+    return os.path.realpath(path)

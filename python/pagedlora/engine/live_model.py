@@ -59,45 +59,59 @@ class LiveModelHold:
         Raises:
             UnsupportedModelError: The model keeps its own attention.
         """
-        self._configs = list(_iter_configs(model))
+        self._configs: list[PreTrainedConfig] = []  # those that this hold counts in
         self._training_modules: list[nn.Module] = []
-        with _lock:
-            for config in self._configs:
-                held = _held_configs.setdefault(
-                    id(config), _HeldConfig(config, config._attn_implementation)
-                )
-                held.holders += 1
-            self._released = False
-            try:
-                model.set_attn_implementation(ATTENTION_NAME)
-            except (ValueError, ImportError) as error:
-                self._release_configs()
-                raise UnsupportedModelError(
-                    f"{type(model).__name__} does not take a custom attention function: {error}"
-                ) from error
-            if model.config._attn_implementation != ATTENTION_NAME:
-                self._release_configs()
-                raise UnsupportedModelError(f"{type(model).__name__} keeps its own attention")
-        self._training_modules = [module for module in model.modules() if module.training]
-        model.eval()
+        try:
+            with _lock:
+                for config in _iter_configs(model):
+                    self._hold_config(config)
+                _switch_attention(model)
+            self._training_modules = [module for module in model.modules() if module.training]
+            model.eval()
+        except BaseException:  # whatever foreign model code raises, and Ctrl-C
+            self.release()
+            raise
 
-    def _release_configs(self) -> None:
-        """Restores the configurations that nobody holds any more; the caller holds the lock."""
-        self._released = True
-        for config in self._configs:
-            held = _held_configs[id(config)]
-            held.holders -= 1
-            if held.holders == 0:
-                del _held_configs[id(config)]
-                # The setter also sets the configurations inside; those follow in our list.
-                config._attn_implementation = held.implementation
+    def _hold_config(self, config: PreTrainedConfig) -> None:
+        """Remembers and counts a configuration; the caller holds the lock."""
+        held = _held_configs.setdefault(
+            id(config), _HeldConfig(config, config._attn_implementation)
+        )
+        self._configs.append(config)
+        held.holders += 1
 
     def release(self) -> None:
         """Gives the model back as it was; idempotent."""
         with _lock:
-            if self._released:
-                return
-            self._release_configs()
+            # In the order of _iter_configs: the setter also sets the configurations inside, which
+            # follow.
+            while self._configs:
+                _release_config(self._configs.pop(0))
         for module in self._training_modules:
             module.training = True
         self._training_modules.clear()
+
+
+def _release_config(config: PreTrainedConfig) -> None:
+    """Restores a configuration if nobody holds it any more; the caller holds the lock."""
+    held = _held_configs[id(config)]
+    held.holders -= 1
+    if held.holders == 0:
+        del _held_configs[id(config)]
+        config._attn_implementation = held.implementation
+
+
+def _switch_attention(model: PreTrainedModel) -> None:
+    """Makes the model call our attention function; the caller holds the lock.
+
+    Raises:
+        UnsupportedModelError: It keeps its own.
+    """
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not take a custom attention function: {error}"
+        ) from error
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise UnsupportedModelError(f"{type(model).__name__} keeps its own attention")

@@ -73,16 +73,26 @@ class _ModuleHook:
         self._index = index
         self._row_map = row_map
         # The dtype of the last call, and the core's name of it.
-        self._dtype: torch.dtype | None = None
-        self._core_dtype: _core.Dtype | None = None
+        self._dtype = torch.float32
+        self._core_dtype = to_core_dtype(torch.float32)
 
     def __call__(
-        self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor
+        self,
+        module: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, torch.Tensor],
+        output: torch.Tensor,
     ) -> torch.Tensor | None:
         batch = self._row_map.batch
         if batch is None:
             return None
-        x = args[0].contiguous()
+        given = args[0] if args else kwargs.get("input")
+        if given is None:
+            raise UnsupportedModelError(
+                f"module '{self._name}' was called without its input as first argument or as "
+                "'input'. Leave the module out of the target modules"
+            )
+        x = given.contiguous()
         y = output.contiguous()
         num_rows = y.numel() // self._out_features
         if num_rows != self._row_map.num_rows or x.numel() != num_rows * self._in_features:
@@ -148,7 +158,9 @@ class LoraHooks:
             self._has_output_site |= is_output
             row_map = self._sampled_rows if is_output else self._all_rows
             sites.append((module, _ModuleHook(self._operator, spec, index, row_map)))
-        self._handles = [module.register_forward_hook(hook) for module, hook in sites]
+        self._handles = [
+            module.register_forward_hook(hook, with_kwargs=True) for module, hook in sites
+        ]
 
     @contextmanager
     def step(self, step: StepBatch, lease: Any) -> Iterator[None]:

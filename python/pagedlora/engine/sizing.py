@@ -72,36 +72,44 @@ def with_adapter_counts(
     """
     if lora.max_loras is None and lora.max_cpu_loras is None:
         return config
-    rows = [(index, model_config.max_lora_rank) for index in range(len(model_config.modules))]
     element_bytes = _DTYPE_BYTES[model_config.dtype]
-
-    def adapter_bytes(params: _core.LayoutParams) -> int:
-        pages: int = _core.measure_layout(model_config, rows, params)[0]
-        return pages * params.page_bytes
-
-    def sized(num_bytes: int) -> PeftCacheConfig:
-        changes: dict[str, int | None] = {}
-        if lora.max_loras is not None:
-            changes |= {"device_cache_size": lora.max_loras * num_bytes}
-            changes |= {"device_cache_percent": None}
-        if lora.max_cpu_loras is not None:
-            changes |= {"host_cache_size": lora.max_cpu_loras * num_bytes}
-        return config.model_copy(update=changes)
-
-    def searched(candidate: PeftCacheConfig) -> _core.LayoutParams:
-        device_bytes = candidate.device_budget_bytes(free_bytes)
-        return _core.search_layout_params(
-            model_config, min(candidate.host_cache_size, device_bytes)
-        )
-
     if config.page_size != "auto":
-        return sized(adapter_bytes(_core.LayoutParams(config.page_size, element_bytes)))
+        params = _core.LayoutParams(config.page_size, element_bytes, config.max_part_bytes)
+        return _with_budgets(config, lora, _largest_adapter_bytes(model_config, params))
+    # The page size follows from the budgets and the budgets from the page size: guess, then look.
     features = sum(module.in_features + module.out_features for module in model_config.modules)
-    params = searched(sized(features * model_config.max_lora_rank * element_bytes))
-    result = sized(adapter_bytes(params))
-    again = searched(result)
+    guess = _with_budgets(config, lora, features * model_config.max_lora_rank * element_bytes)
+    params = _searched_params(guess, model_config, free_bytes)
+    result = _with_budgets(config, lora, _largest_adapter_bytes(model_config, params))
+    again = _searched_params(result, model_config, free_bytes)
     if (again.page_bytes, again.max_part_bytes) == (params.page_bytes, params.max_part_bytes):
         return result
-    # The budgets would change the page size that they were computed with: fix it.
-    fixed = sized(adapter_bytes(_core.LayoutParams(params.page_bytes, element_bytes)))
-    return fixed.model_copy(update={"page_size": params.page_bytes})
+    # The budgets would change the sizes that they were computed with: fix them.
+    return result.model_copy(
+        update={"page_size": params.page_bytes, "max_part_size": params.max_part_bytes}
+    )
+
+
+def _largest_adapter_bytes(model_config: _core.LoraModelConfig, params: _core.LayoutParams) -> int:
+    """Bytes of the pages of an adapter of the maximum rank on all target modules."""
+    rows = [(index, model_config.max_lora_rank) for index in range(len(model_config.modules))]
+    pages, _ = _core.measure_layout(model_config, rows, params)
+    return pages * params.page_bytes
+
+
+def _with_budgets(config: PeftCacheConfig, lora: LoraConfig, num_bytes: int) -> PeftCacheConfig:
+    """The configuration with room for as many adapters of `num_bytes` as `lora` says."""
+    changes: dict[str, int | None] = {}
+    if lora.max_loras is not None:
+        changes |= {"device_cache_size": lora.max_loras * num_bytes, "device_cache_percent": None}
+    if lora.max_cpu_loras is not None:
+        changes |= {"host_cache_size": lora.max_cpu_loras * num_bytes}
+    return config.model_copy(update=changes)
+
+
+def _searched_params(
+    config: PeftCacheConfig, model_config: _core.LoraModelConfig, free_bytes: int
+) -> _core.LayoutParams:
+    """The page and part sizes that a cache of these budgets would choose."""
+    smaller = min(config.host_cache_size, config.device_budget_bytes(free_bytes))
+    return _core.search_layout_params(model_config, smaller)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, UnsupportedAdapterError
+from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
-from pagedlora.loaders.rows import AdapterTensors, make_rows, pair_tensors
+from pagedlora.loaders.rows import AdapterTensors, StoredTensor, make_rows, pair_tensors
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLE_NAME = "adapter_model.bin"
@@ -31,7 +32,7 @@ class PeftDirectory:
     tensors: AdapterTensors
     source: _core.TensorSource
 
-    def plan(self, model_config: _core.LoraModelConfig) -> _core.AdapterPlan:
+    def plan(self, table: ModuleTable) -> _core.AdapterPlan:
         """What to read for a model.
 
         Raises:
@@ -39,9 +40,9 @@ class PeftDirectory:
             UnsupportedAdapterError: Its rank is over the maximum.
         """
         rows = make_rows(
-            self.tensors, model_config, self.config.scale, os.path.join(self.path, WEIGHTS_NAME)
+            self.tensors, table, self.config.scale, os.path.join(self.path, WEIGHTS_NAME)
         )
-        return _core.AdapterPlan(model_config, rows, self.source)
+        return _core.AdapterPlan(table.config, rows, self.source)
 
 
 def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
@@ -64,7 +65,11 @@ def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
     if not path.exists():
         _refuse_missing_weights(Path(directory))
     source = _core.open_file_source(str(path))
-    tensors = pair_tensors(_core.read_safetensors_header(source), config, str(path))
+    stored = [
+        StoredTensor(header.name, header.dtype, header.shape, header.offset)
+        for header in _core.read_safetensors_header(source)
+    ]
+    tensors = pair_tensors(stored, config, str(path))
     return PeftDirectory(os.fspath(directory), config, tensors, source)
 
 

@@ -22,6 +22,7 @@ from pagedlora.errors import (
     AdapterReadError,
     UnsupportedAdapterError,
 )
+from pagedlora.paths import is_possible_path
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 << 20
@@ -112,7 +113,7 @@ def parse_peft_config(fields: Mapping[str, Any], path: str) -> PeftLoraConfig:
         _check_supported(name, value)
     if fields.get("peft_type", "LORA") != "LORA":
         raise UnsupportedAdapterError(
-            f"peft_type {fields['peft_type']!r} is not supported: only 'LORA' is",
+            f"peft_type {_shorten(fields['peft_type'])} is not supported: only 'LORA' is",
             field="peft_type",
         )
     config = PeftLoraConfig(
@@ -156,7 +157,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _read_regular_file(path: Path) -> bytes:
     """At most one byte more than `MAX_CONFIG_BYTES`."""
-    if "\0" in str(path):
+    if not is_possible_path(str(path)):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     # Non-blocking: a FIFO would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -178,8 +179,8 @@ def _check_supported(name: str, value: Any) -> None:
     elif value is None or value is False or value in ({}, [], ""):
         return
     raise UnsupportedAdapterError(
-        f"the adapter's configuration has {name}={value!r}, which would change its answers and is "
-        "not supported: only plain LoRA and rank-stabilised LoRA are",
+        f"the adapter's configuration has {name:.80}={_shorten(value)}, which would "
+        "change its answers and is not supported: only plain LoRA and rank-stabilised LoRA are",
         field=name,
     )
 
@@ -206,7 +207,7 @@ def _alpha(fields: Mapping[str, Any], path: str) -> float:
 def _flag(fields: Mapping[str, Any], name: str, path: str) -> bool:
     value = fields.get(name, False)
     if not isinstance(value, bool):
-        raise _format_error(path, f"has {name}={value!r}: it must be true or false")
+        raise _format_error(path, f"has {name}={_shorten(value)}: it must be true or false")
     return value
 
 
@@ -216,12 +217,14 @@ def _target_modules(fields: Mapping[str, Any], path: str) -> tuple[str, ...] | s
         return "all-linear"
     if isinstance(targets, str):
         raise UnsupportedAdapterError(
-            f"target_modules is the regular expression {targets!r}: only a list of names or "
-            "'all-linear' is supported",
+            f"target_modules is the regular expression {_shorten(targets)}: only a list of names "
+            "or 'all-linear' is supported",
             field="target_modules",
         )
     if not isinstance(targets, list) or not targets or not all(isinstance(t, str) for t in targets):
-        raise _format_error(path, f"has target_modules={targets!r}: a list of names is needed")
+        raise _format_error(
+            path, f"has target_modules={_shorten(targets)}: a list of names is needed"
+        )
     return tuple(targets)
 
 

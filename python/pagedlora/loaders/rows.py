@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
+from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig
 
 _PEFT_PREFIX = "base_model.model."
-_TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_MATRIX_OF_SUFFIX = {"A.weight": "A", "B.weight": "B"}
 _MATRIX_DIMS = 2
+_SHOWN_TARGETS = 5
 _DTYPES = {
     "F32": _core.Dtype.float32,
     "F16": _core.Dtype.float16,
@@ -21,24 +22,20 @@ _DTYPES = {
 }
 
 
-class StoredTensor(Protocol):
-    """A tensor as its file describes it."""
+class StoredTensor(NamedTuple):
+    """A tensor as its file describes it.
 
-    @property
-    def name(self) -> str:
-        """As in the file."""
+    Attributes:
+        name: As in the file.
+        dtype: As safetensors spells it: "F32", "BF16", ...
+        shape: Sizes of its dimensions.
+        offset: Bytes from the start of the source.
+    """
 
-    @property
-    def dtype(self) -> str:
-        """As safetensors spells it: "F32", "BF16", ..."""
-
-    @property
-    def shape(self) -> list[int]:
-        """Sizes of its dimensions."""
-
-    @property
-    def offset(self) -> int:
-        """Bytes from the start of the source."""
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
 
 
 class MatrixPair(NamedTuple):
@@ -103,13 +100,13 @@ def pair_tensors(
 
 
 def make_rows(
-    adapter: AdapterTensors, model_config: _core.LoraModelConfig, scale: float, path: str
+    adapter: AdapterTensors, table: ModuleTable, scale: float, path: str
 ) -> list[_core.PlannedRow]:
     """The rows of a load plan.
 
     Args:
         adapter: Checked pairs.
-        model_config: The modules that can carry LoRA.
+        table: The modules that can carry LoRA.
         scale: Of every row.
         path: Named in errors.
 
@@ -120,115 +117,112 @@ def make_rows(
         AdapterFormatError: The model has no such module, or one of other sizes.
         UnsupportedAdapterError: The rank is over the maximum.
     """
-    modules = model_config.modules  # a copy: taken once, not per row
-    return [
-        _make_row(module, pair, model_config, modules, scale=scale, path=path)
-        for module, pair in adapter.modules.items()
-    ]
+    return [_make_row(module, pair, table, scale, path) for module, pair in adapter.modules.items()]
 
 
 def _parse_name(tensor: StoredTensor, path: str) -> tuple[str, str]:
     """Module and matrix ("A" or "B") of a tensor."""
-    name = tensor.name.removeprefix(_PEFT_PREFIX)
-    match = _TENSOR_NAME.fullmatch(name)
-    if match is None:
+    module, _, suffix = tensor.name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+    matrix = _MATRIX_OF_SUFFIX.get(suffix)
+    if matrix is None or not module:
         raise UnsupportedAdapterError(
             f"tensor '{tensor.name}' of '{path}' is neither lora_A.weight nor lora_B.weight of a "
             "module; leaving it out would change the answers, and only plain LoRA is supported",
             field=tensor.name,
         )
-    return match["module"], match["matrix"]
+    return module, matrix
 
 
 def _make_pair(
     module: str, matrices: dict[str, StoredTensor], config: PeftLoraConfig, path: str
 ) -> MatrixPair:
-    for there, missing in (("A", "B"), ("B", "A")):
-        if missing not in matrices:
-            raise _error(
-                path, f"{module}.lora_{missing}.weight", f"is missing: there is only lora_{there}"
-            )
-    pair = MatrixPair(matrices["A"], matrices["B"])
-    for tensor in pair:
-        _check_matrix(tensor, path)
-    rank_b = pair.b.shape[1]
-    if pair.rank != rank_b:
+    a, b = matrices.get("A"), matrices.get("B")
+    if a is None or b is None:
+        there, missing = ("B", "A") if a is None else ("A", "B")
+        raise _error(
+            path, f"{module}.lora_{missing}.weight", f"is missing: there is only lora_{there}"
+        )
+    _check_matrix(a, path)
+    _check_matrix(b, path)
+    rank_a, rank_b = a.shape[0], b.shape[1]
+    if rank_a != rank_b:
         raise _error(
             path,
-            pair.b.name,
-            f"has rank {rank_b} (shape {pair.b.shape}), but lora_A has rank {pair.rank} "
-            f"(shape {pair.a.shape})",
+            b.name,
+            f"has rank {rank_b} (shape {b.shape}), but lora_A has rank {rank_a} (shape {a.shape})",
         )
-    if pair.rank != config.r:
-        raise _error(
-            path, pair.a.name, f"has rank {pair.rank}, but the configuration says r={config.r}"
-        )
-    return pair
+    if rank_a != config.r:
+        raise _error(path, a.name, f"has rank {rank_a}, but the configuration says r={config.r}")
+    return MatrixPair(a, b)
 
 
 def _check_targets(pairs: dict[str, MatrixPair], config: PeftLoraConfig, path: str) -> None:
     """Refuses tensors that PEFT would not use because no target names their module."""
-    targets = config.target_modules
-    if isinstance(targets, str):
+    if isinstance(config.target_modules, str):
         return
+    targets = frozenset(config.target_modules)
     for module, pair in pairs.items():
-        if not any(module == target or module.endswith(f".{target}") for target in targets):
+        if targets.isdisjoint(_dotted_suffixes(module)):
             raise _error(
                 path,
                 pair.a.name,
-                f"belongs to a module that the configuration's target_modules {list(targets)} do "
-                "not name",
+                "belongs to a module that the configuration's target_modules do not name: "
+                f"{_first_targets(config.target_modules)}",
             )
+
+
+def _dotted_suffixes(module: str) -> Iterator[str]:
+    """Its last part, its last two, ..., all of it: PEFT takes a target for any of them."""
+    dot = module.rfind(".")
+    while dot >= 0:
+        yield module[dot + 1 :]
+        dot = module.rfind(".", 0, dot)
+    yield module
+
+
+def _first_targets(targets: tuple[str, ...]) -> str:
+    shown = ", ".join(f"{target!r:.80}" for target in targets[:_SHOWN_TARGETS])
+    more = len(targets) - _SHOWN_TARGETS
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _check_matrix(tensor: StoredTensor, path: str) -> None:
     if tensor.dtype not in _DTYPES:
         raise _error(path, tensor.name, f"has dtype {tensor.dtype}: F32, F16 and BF16 are possible")
-    if len(tensor.shape) != _MATRIX_DIMS or min(tensor.shape) < 1:
+    shape = tensor.shape
+    if len(shape) != _MATRIX_DIMS or shape[0] < 1 or shape[1] < 1:
         raise _error(path, tensor.name, f"has shape {tensor.shape}: a matrix is needed")
 
 
 def _make_row(
-    module: str,
-    pair: MatrixPair,
-    model_config: _core.LoraModelConfig,
-    modules: list[_core.LoraModule],
-    *,
-    scale: float,
-    path: str,
+    module: str, pair: MatrixPair, table: ModuleTable, scale: float, path: str
 ) -> _core.PlannedRow:
-    index = model_config.find(module)
-    if index is None:
+    sizes = table.sizes.get(module)
+    if sizes is None:
         raise _error(
             path,
             pair.a.name,
             f"belongs to module '{module}', which the model does not have or which is not among "
             "its LoRA target modules",
         )
-    if pair.rank > model_config.max_lora_rank:
+    a, b = pair
+    rank = pair.rank
+    if rank > table.max_lora_rank:
         raise UnsupportedAdapterError(
-            f"LoRA rank {pair.rank} is greater than max_lora_rank {model_config.max_lora_rank}: "
+            f"LoRA rank {rank} is greater than max_lora_rank {table.max_lora_rank}: "
             f"raise max_lora_rank to serve '{path}'",
             field="r",
         )
-    sizes = modules[index]
-    for tensor, expected in (
-        (pair.a, [pair.rank, sizes.in_features]),
-        (pair.b, [sizes.out_features, pair.rank]),
-    ):
-        if list(tensor.shape) != expected:
-            raise _error(
-                path, tensor.name, f"has shape {list(tensor.shape)}; the model needs {expected}"
-            )
+    _check_shape(a, [rank, sizes.in_features], path)
+    _check_shape(b, [sizes.out_features, rank], path)
     return _core.PlannedRow(
-        index,
-        pair.rank,
-        scale,
-        pair.a.offset,
-        _DTYPES[pair.a.dtype],
-        pair.b.offset,
-        _DTYPES[pair.b.dtype],
+        sizes.module_index, rank, scale, a.offset, _DTYPES[a.dtype], b.offset, _DTYPES[b.dtype]
     )
+
+
+def _check_shape(tensor: StoredTensor, needed: list[int], path: str) -> None:
+    if tensor.shape != needed:
+        raise _error(path, tensor.name, f"has shape {tensor.shape}; the model needs {needed}")
 
 
 def _error(path: str, tensor: str, problem: str) -> AdapterFormatError:

@@ -115,6 +115,31 @@ def test_every_row_gets_its_own_adapter(operator):
     assert torch.equal(y[0, 3], plain[0, 3])
 
 
+def test_an_input_given_by_name_is_found(operator):
+    model = Model()
+    x = torch.randn(1, 7, SIZE)
+    hooks = open_hooks(model, operator)
+    with torch.inference_mode(), hooks.step(MIXED, LEASE):
+        assert torch.equal(model.proj(input=x), model.proj(x))
+    assert len(operator.calls) == 2
+
+
+def test_a_module_without_a_known_input_is_named(operator):
+    class Odd(nn.Linear):
+        def forward(self, *, hidden):
+            return super().forward(hidden)
+
+    model = Model()
+    model.proj = Odd(SIZE, SIZE)
+    hooks = open_hooks(model, operator)
+    with (
+        torch.inference_mode(),
+        hooks.step(MIXED, LEASE),
+        pytest.raises(UnsupportedModelError, match="module 'proj' was called without its input"),
+    ):
+        model.proj(hidden=torch.randn(1, 7, SIZE))
+
+
 def test_output_embedding_gets_the_sampled_rows(operator):
     model = Model()
     hooks = open_hooks(model, operator)

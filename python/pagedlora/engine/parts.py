@@ -1,0 +1,130 @@
+"""What an `LLM` is made of, built in one go and dropped in one go."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
+from pagedlora.engine.adapter_names import AdapterNames
+from pagedlora.engine.admission import admit
+from pagedlora.engine.engine_core import EngineCore
+from pagedlora.engine.kv_tensors import bytes_per_block
+from pagedlora.engine.loading import LoadedModel, parse_dtype
+from pagedlora.engine.model_runner import ModelRunner
+from pagedlora.engine.model_spec import ModelSpec
+from pagedlora.engine.request_processor import RequestProcessor
+from pagedlora.engine.sizing import num_kv_blocks, with_adapter_counts
+from pagedlora.kv_cache import KVCacheManager
+from pagedlora.lora_manager import LoraManager
+from pagedlora.memory import available_memory_bytes
+from pagedlora.model_config import LoraModelConfig
+from pagedlora.peft_cache import PeftCacheManager
+from pagedlora.scheduler.arrival_order import ArrivalOrderScheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of an open engine; whoever drops it after `close()` gives back their memory.
+
+    Attributes:
+        loaded: The model and what its configuration says.
+        peft_cache_manager: The two tiers of adapters.
+        lora_manager: The registry over it.
+        adapters: Names, numbers and paths of requests.
+        processor: Prompts to requests, requests to outputs.
+        core: Runs the requests.
+        closers: What `close()` undoes, last first.
+    """
+
+    loaded: LoadedModel
+    peft_cache_manager: PeftCacheManager
+    lora_manager: LoraManager
+    adapters: AdapterNames
+    processor: RequestProcessor
+    core: EngineCore
+    closers: ExitStack
+
+    def close(self) -> None:
+        """Gives the model back as it was and closes the cache; idempotent."""
+        self.closers.close()
+
+
+def build_parts(
+    loaded: LoadedModel,
+    lora_config: LoraConfig,
+    peft_config: PeftCacheConfig,
+    kv_config: KvCacheConfig,
+    scheduler_config: SchedulerConfig,
+) -> EngineParts:
+    """Makes the parts of an engine; if one fails, those before it are closed.
+
+    Args and errors are those of `LLM.__init__`; the model is left as it was if this fails, and
+    `peft_config.max_lora_rank` is resolved.
+    """
+    with ExitStack() as closers:
+        spec = admit(loaded.model)
+        cache = _adapter_cache(loaded, lora_config, peft_config)
+        closers.callback(cache.close)
+        kv = _kv_blocks(loaded, spec, kv_config, scheduler_config)
+        runner = ModelRunner(
+            loaded.model,
+            cache.model_config,
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            weights_dtype=cache.model_config.dtype,
+            spec=spec,
+        )
+        closers.callback(runner.close)
+        scheduler = ArrivalOrderScheduler(
+            kv,
+            cache,
+            max_batch_size=scheduler_config.max_batch_size,
+            max_num_tokens=scheduler_config.max_num_tokens,
+            enable_chunked_prefill=scheduler_config.enable_chunked_prefill,
+        )
+        manager = LoraManager(cache.model_config, cache)
+        adapters = AdapterNames(manager)
+        return EngineParts(
+            loaded=loaded,
+            peft_cache_manager=cache,
+            lora_manager=manager,
+            adapters=adapters,
+            processor=RequestProcessor(loaded, adapters),
+            core=EngineCore(runner, scheduler, kv, cache, eos_token_ids=loaded.eos_token_ids),
+            closers=closers.pop_all(),
+        )
+
+
+def _adapter_cache(
+    loaded: LoadedModel, lora_config: LoraConfig, peft_config: PeftCacheConfig
+) -> PeftCacheManager:
+    """The two tiers for the model's targets."""
+    dtype = loaded.dtype if peft_config.dtype == "auto" else parse_dtype(peft_config.dtype)
+    model_config = LoraModelConfig.from_module(
+        loaded.model,
+        lora_config.lora_target_modules,
+        dtype=dtype,
+        max_lora_rank=peft_config.max_lora_rank or lora_config.max_lora_rank,
+    )
+    sized = with_adapter_counts(
+        peft_config, lora_config, model_config, free_bytes=available_memory_bytes()
+    )
+    return PeftCacheManager(model_config, sized, device="cpu")
+
+
+def _kv_blocks(
+    loaded: LoadedModel,
+    spec: ModelSpec,
+    kv_config: KvCacheConfig,
+    scheduler_config: SchedulerConfig,
+) -> KVCacheManager:
+    """The blocks for keys and values; what the adapters' tiers took is no longer free."""
+    num_blocks = num_kv_blocks(
+        kv_config,
+        scheduler_config,
+        block_bytes=bytes_per_block(spec, kv_config.block_size, spec.dtype),
+        max_model_tokens=loaded.max_model_tokens,
+        free_bytes=available_memory_bytes(),
+    )
+    return KVCacheManager(num_blocks, kv_config.block_size)

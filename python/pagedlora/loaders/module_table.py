@@ -1,0 +1,41 @@
+"""A model configuration's modules as plain Python values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagedlora import _core
+
+
+class ModuleSizes(NamedTuple):
+    """One module: its index in the configuration, and how many features go in and come out."""
+
+    module_index: int
+    in_features: int
+    out_features: int
+
+
+class ModuleTable:
+    """The modules by name; immutable.
+
+    Made once per model: the configuration copies its modules whenever it is asked for them, and
+    every attribute of a native object costs a call.
+
+    Attributes:
+        config: What the table was made from.
+        names: Module index to name.
+        sizes: Name to index and sizes.
+        max_lora_rank: The configuration's.
+    """
+
+    __slots__ = ("config", "max_lora_rank", "names", "sizes")
+
+    def __init__(self, config: _core.LoraModelConfig) -> None:
+        self.config = config
+        self.max_lora_rank = config.max_lora_rank
+        modules = config.modules
+        self.names = tuple(module.name for module in modules)
+        self.sizes = {
+            module.name: ModuleSizes(index, module.in_features, module.out_features)
+            for index, module in enumerate(modules)
+        }

@@ -1,0 +1,89 @@
+"""The examples in README and documentation run as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.adapters import PREFIX, adapter_tensors, write_random_adapter
+from tests.support.tiny_models import build_tiny_model
+from transformers import PreTrainedModel
+
+from pagedlora import LoraModelConfig
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+MAX_LINES = 20
+
+
+def _example(document: Path) -> str:
+    """The one Python block of a document."""
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
+    assert len(blocks) == 1
+    return str(blocks[0])
+
+
+def _run_example(document: Path) -> dict[str, Any]:
+    """Runs it; returns its variables."""
+    scope: dict[str, Any] = {}
+    exec(compile(_example(document), str(document), "exec"), scope)
+    return scope
+
+
+def _save_model(directory: Path) -> PreTrainedModel:
+    """Saves a tiny random Llama with a tokenizer whose tokens are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
+    model = build_tiny_model("llama", vocab_size=len(alphabet))
+    model.save_pretrained(directory)
+    return model
+
+
+def test_the_readmes_example_is_short() -> None:
+    assert len(_example(README).strip().splitlines()) <= MAX_LINES
+
+
+def test_the_readmes_example_runs_and_gives_four_different_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules = LoraModelConfig.from_module(_save_model(tmp_path / "my-model"))
+    for seed, name in enumerate(("support", "legal", "pirate")):
+        write_random_adapter(tmp_path / "adapters" / name, modules, rank=2 + 3 * seed, seed=seed)
+    monkeypatch.chdir(tmp_path)
+
+    outputs = _run_example(README)["outputs"]
+    assert isinstance(outputs, list)
+    assert all(output.error is None for output in outputs)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == len(outputs)
+    printed = capsys.readouterr().out
+    assert "device tier: " in printed
+    assert "3 reads of files" in printed
+
+
+def test_the_example_without_the_engine_adds_the_adapter_to_its_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = LoraModelConfig.from_module(_save_model(tmp_path / "my-model"))
+    write_random_adapter(tmp_path / "adapters" / "support", modules, rank=4, seed=1, lora_alpha=8)
+    monkeypatch.chdir(tmp_path)
+
+    scope = _run_example(ARCHITECTURE)
+
+    x, name = scope["x"], scope["name"]
+    tensors = adapter_tensors(modules.modules, 4, 1)
+    a, b = (tensors[f"{PREFIX}{name}.lora_{matrix}.weight"] for matrix in "AB")
+    expected = scope["module"](x).detach()
+    expected[:5] += 2.0 * (x[:5] @ a.T) @ b.T
+    torch.testing.assert_close(scope["y"], expected, rtol=1e-4, atol=1e-3)
+    assert not torch.equal(scope["y"][:5], scope["module"](x).detach()[:5])
+    assert scope["cache"].active_tasks == {}
