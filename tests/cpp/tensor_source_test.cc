@@ -12,18 +12,19 @@
 #include <cstring>
 #include <deque>
 #include <filesystem>
-#include <optional>
 #include <vector>
 
 #include "internal/file_descriptor.h"
 #include "internal/pread_all.h"
 #include "pagedlora/errors.h"
 #include "temp_dir.h"
+#include "thrown_by.h"
 
 namespace pagedlora {
 namespace {
 
 namespace fs = std::filesystem;
+using testing_support::thrown_by;
 
 constexpr std::string_view kContent = "0123456789abcdef";
 
@@ -31,17 +32,6 @@ std::string read_text(SourceReader& reader, std::uint64_t offset, std::size_t nu
   std::string text(num_bytes, '?');
   reader.read(offset, std::as_writable_bytes(std::span(text)));
   return text;
-}
-
-// What `action` throws as an Error of the given type.
-template <class Expected, class Action>
-std::optional<Expected> thrown_by(Action&& action) {
-  try {
-    action();
-  } catch (const Expected& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 template <class Expected, class Action>
