@@ -17,8 +17,8 @@ std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const Reque
   const std::unique_lock lock = lock_without_lease();
   check_open();
   const std::vector<TaskId> tasks = resolve_batch(requests, *lease);
-  claim_batch(tasks, reset_device_cache);
   try {
+    claim_batch(tasks, reset_device_cache);
     fill_lease(tasks, requests, *lease);
   } catch (...) {
     undo_claims(tasks, *lease);
