@@ -9,12 +9,13 @@
 #include <string>
 
 #include "paged_attention_fixture.h"
+#include "usable_isas.h"
 
 namespace pagedlora {
 namespace {
 
-using attention_test::isas;
 using attention_test::kInfinity;
+using testing_support::usable_isas;
 
 // The weight of a logit x <= 0 next to a running maximum of 0 is exp(x).
 float weight_of(const internal::AttentionKernels& kernels, float logit, float softcap = 0.0F) {
@@ -27,7 +28,7 @@ float weight_of(const internal::AttentionKernels& kernels, float logit, float so
 }
 
 TEST(AttentionKernels, exp_is_within_two_ulp) {
-  for (const Isa isa : isas()) {
+  for (const Isa isa : usable_isas()) {
     const internal::AttentionKernels& kernels = internal::attention_kernels(isa, Dtype::float32);
     double worst = 0.0;
     for (std::uint32_t bits = 0x80000000U; bits < std::bit_cast<std::uint32_t>(-110.0F);
@@ -47,7 +48,7 @@ TEST(AttentionKernels, exp_is_within_two_ulp) {
 }
 
 TEST(AttentionKernels, softcap_follows_tanh) {
-  for (const Isa isa : isas()) {
+  for (const Isa isa : usable_isas()) {
     const internal::AttentionKernels& kernels = internal::attention_kernels(isa, Dtype::float32);
     for (float x = 0.0F; x > -40.0F; x -= 0.0137F) {
       const double expected = std::exp(3.0 * std::tanh(double{x} / 3.0));

@@ -16,9 +16,12 @@
 #include "float_environment.h"
 #include "pagedlora/cpu_features.h"
 #include "pagedlora/dtype.h"
+#include "usable_isas.h"
 
 namespace pagedlora {
 namespace {
+
+using testing_support::usable_isas;
 
 constexpr std::byte kUntouched{0xEE};
 constexpr std::size_t kGuardBytes = 128;
@@ -132,12 +135,6 @@ std::vector<std::byte> make_source(std::size_t num_bytes, std::uint32_t seed) {
 
 class Copy2dTest : public ::testing::TestWithParam<std::tuple<Dtype, Dtype, Isa>> {
  protected:
-  void SetUp() override {
-    if (isa() == Isa::avx512 && best_isa() != Isa::avx512) {
-      GTEST_SKIP() << "no AVX-512 on this processor or in this build";
-    }
-  }
-
   static Dtype source_dtype() { return std::get<0>(GetParam()); }
   static Dtype target_dtype() { return std::get<1>(GetParam()); }
   static Isa isa() { return std::get<2>(GetParam()); }
@@ -275,17 +272,11 @@ constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
 INSTANTIATE_TEST_SUITE_P(AllPairs, Copy2dTest,
                          ::testing::Combine(::testing::ValuesIn(kDtypes),
                                             ::testing::ValuesIn(kDtypes),
-                                            ::testing::Values(Isa::portable, Isa::avx512)),
+                                            ::testing::ValuesIn(usable_isas())),
                          case_name);
 
 class Copy2dOverflowTest : public ::testing::TestWithParam<Isa> {
  protected:
-  void SetUp() override {
-    if (GetParam() == Isa::avx512 && best_isa() != Isa::avx512) {
-      GTEST_SKIP() << "no AVX-512 on this processor or in this build";
-    }
-  }
-
   // 75 ones but for `value` at `position`, to float16.
   static bool fits(float value, std::size_t position, std::size_t row_elements) {
     std::vector<float> source(75, 1.0F);
@@ -312,8 +303,8 @@ TEST_P(Copy2dOverflowTest, OneFiniteValueAnywhereIsReported) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(BothVariants, Copy2dOverflowTest,
-                         ::testing::Values(Isa::portable, Isa::avx512),
+INSTANTIATE_TEST_SUITE_P(EveryVariant, Copy2dOverflowTest,
+                         ::testing::ValuesIn(usable_isas()),
                          [](const auto& each) { return std::string(isa_name(each.param)); });
 
 }  // namespace

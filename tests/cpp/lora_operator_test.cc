@@ -6,6 +6,7 @@
 
 #include "lora_operator_fixture.h"
 #include "pagedlora/errors.h"
+#include "usable_isas.h"
 
 namespace pagedlora {
 namespace {
@@ -17,16 +18,12 @@ using testing_support::config_of;
 using testing_support::Matrix;
 using testing_support::Rng;
 using testing_support::unit_roundoff;
+using testing_support::usable_isas;
 
 constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
 constexpr std::uint32_t kRanks[] = {1, 2, 3, 5, 8, 12, 16, 31, 33, 64};
 constexpr std::pair<std::uint32_t, std::uint32_t> kSizes[] = {
     {1, 1}, {1, 577}, {7, 17}, {17, 7}, {33, 33}, {33, 577}, {577, 1}, {577, 33}, {577, 577}};
-
-std::vector<Isa> isas() {
-  return best_isa() == Isa::portable ? std::vector{Isa::portable}
-                                     : std::vector{Isa::portable, best_isa()};
-}
 
 std::uint32_t longest(std::span<const Part> parts) {
   std::uint32_t length = 0;
@@ -97,7 +94,7 @@ struct Case {
 
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
-  for (const Isa isa : isas()) {
+  for (const Isa isa : usable_isas()) {
     for (const Dtype activations : kDtypes) {
       for (const Dtype weights : kDtypes) {
         cases.push_back({activations, weights, isa});

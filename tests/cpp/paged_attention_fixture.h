@@ -22,14 +22,6 @@ namespace pagedlora::attention_test {
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-inline std::vector<Isa> isas() {
-  std::vector<Isa> isas = {Isa::portable};
-  if (best_isa() != Isa::portable) {
-    isas.push_back(best_isa());
-  }
-  return isas;
-}
-
 struct Shape {
   int num_heads = 4;
   int num_kv_heads = 2;

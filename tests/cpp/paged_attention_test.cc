@@ -9,11 +9,13 @@
 #include <vector>
 
 #include "paged_attention_fixture.h"
+#include "usable_isas.h"
 
 namespace pagedlora {
 namespace {
 
 using namespace attention_test;
+using testing_support::usable_isas;
 
 double tolerance(Dtype dtype) {
   return dtype == Dtype::float32 ? 4e-6 : dtype == Dtype::float16 ? 1e-3 : 8e-3;
@@ -40,7 +42,7 @@ void check_against_reference(const Shape& shape) {
   SCOPED_TRACE(::testing::Message() << shape);
   const std::vector<Story> stories = {make_story(shape, 1, 1), make_story(shape, 90, 2),
                                       make_story(shape, 147, 3)};
-  for (const Isa isa : isas()) {
+  for (const Isa isa : usable_isas()) {
     SCOPED_TRACE(isa_name(isa));
     Cache cache(shape, 300);
     std::vector<std::vector<std::int32_t>> blocks;
@@ -145,7 +147,7 @@ TEST(PagedAttention, a_prompt_gives_the_same_bits_however_it_is_chunked) {
   for (const Shape& shape : invariance_shapes()) {
     SCOPED_TRACE(::testing::Message() << shape);
     const Story story = make_story(shape, 201, 5);
-    for (const Isa isa : isas()) {
+    for (const Isa isa : usable_isas()) {
       const Elements whole = run_in_chunks(shape, story, story.tokens, isa);
       for (const std::int64_t chunk : {1, 3, 16, 37, 64, 100}) {
         EXPECT_TRUE(run_in_chunks(shape, story, chunk, isa) == whole)
@@ -160,7 +162,7 @@ TEST(PagedAttention, neighbours_in_the_row_do_not_change_a_bit) {
     SCOPED_TRACE(::testing::Message() << shape);
     const Story mine = make_story(shape, 75, 6);
     const Story other = make_story(shape, 130, 7);
-    for (const Isa isa : isas()) {
+    for (const Isa isa : usable_isas()) {
       const Elements alone = run_in_chunks(shape, mine, mine.tokens, isa);
       Cache cache(shape, 200);
       const std::vector<Piece> row = {{&other, cache.claim(130), 0, 130},
@@ -179,7 +181,7 @@ TEST(PagedAttention, neighbours_in_the_row_do_not_change_a_bit) {
 TEST(PagedAttention, a_token_is_not_touched_by_infinities_and_nans_of_later_ones) {
   Shape shape;
   Story story = make_story(shape, 70, 8);
-  for (const Isa isa : isas()) {
+  for (const Isa isa : usable_isas()) {
     const Elements clean = run_in_chunks(shape, story, story.tokens, isa);
     Story broken = story;
     const std::int64_t bad = 40;
@@ -207,7 +209,7 @@ TEST(PagedAttention, keys_of_weight_zero_come_back_when_a_later_tile_is_finite) 
   for (std::size_t i = 0; i < index(64 * token_size); ++i) {
     story.key.set(i, -kInfinity);  // the whole first tile has weight zero
   }
-  for (const Isa isa : isas()) {
+  for (const Isa isa : usable_isas()) {
     const Elements output = run_in_chunks(shape, story, story.tokens, isa);
     const std::size_t last = output.size() - index(shape.num_heads * shape.value_dim);
     EXPECT_TRUE(std::isnan(output.get(0)));  // as softmax of -infinity alone
@@ -225,7 +227,7 @@ TEST(PagedAttention, writes_exactly_the_new_keys_and_values) {
     shape.value_dim = 24;
     const Story story = make_story(shape, 30, 10);
     const Story other = make_story(shape, 9, 11);
-    for (const Isa isa : isas()) {
+    for (const Isa isa : usable_isas()) {
       Cache cache(shape, 20);
       const std::vector<Piece> row = {{&story, cache.claim(30), 13, 17},
                                       {&other, cache.claim(9), 0, 5}};
