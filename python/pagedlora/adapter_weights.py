@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING, Any
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.packed import unpack
 from pagedlora.loaders.peft_config import parse_peft_config
-from pagedlora.loaders.rows import AdapterTensors, StoredTensor, make_rows, pair_tensors
+from pagedlora.loaders.rows import (
+    TORCH_DTYPES,
+    AdapterTensors,
+    MatrixPair,
+    StoredTensor,
+    make_rows,
+    pair_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
 
 _DESCRIPTION = "request weights"
-_DTYPE_NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+_FOLDED_SCALE = 1.0
+"""Of packed weights: whoever packs them has multiplied B by the scale."""
 
 
 class AdapterWeights:
@@ -30,7 +39,7 @@ class AdapterWeights:
     def __init__(
         self, buffer: bytearray, tensors: AdapterTensors, scale: float, digest: str
     ) -> None:
-        """Use `from_tensors`."""
+        """Use `from_tensors` or `from_packed`."""
         self._buffer = buffer
         self._tensors = tensors
         self._scale = scale
@@ -58,11 +67,53 @@ class AdapterWeights:
         parsed = parse_peft_config(config, _DESCRIPTION)
         buffer, packed = _pack(tensors)
         pairs = pair_tensors(packed, parsed, _DESCRIPTION)
-        digest = hashlib.sha256(
-            json.dumps([parsed.scale, [(t.name, t.dtype, t.shape) for t in packed]]).encode()
+        return cls(buffer, pairs, parsed.scale, _digest(buffer, packed, parsed.scale))
+
+    @classmethod
+    def from_packed(
+        cls, weights: torch.Tensor, config: torch.Tensor, model_config: _core.LoraModelConfig
+    ) -> AdapterWeights:
+        """Takes the tensors that TensorRT-LLM takes with a request.
+
+        Their producers have folded the adapter's scale into B already, so the scale here is 1.0:
+        if yours have not, multiply B before packing.
+
+        Args:
+            weights: [1, rows, W] or [rows, W], float32, float16 or bfloat16, on the CPU. A row is
+                one module's A [rank, in_features], then its B [out_features, rank], flattened,
+                then zeros; W is the length of the longest row, or more. Always of the sizes of
+                the modules of `model_config`.
+            config: int32 [1, rows, 3 or 4] or [rows, 3 or 4], on the CPU. A row is (module id,
+                layer, rank), or (module id, layer, rank, 1 for DoRA and 0 for plain LoRA).
+            model_config: Gives its modules TensorRT-LLM's ids: those of `from_module` and
+                `from_hf_config` have them under the names qkv_proj, q_proj, k_proj, v_proj,
+                o_proj, gate_proj, down_proj, up_proj and gate_up_proj. A row whose id and layer
+                no module has is an error.
+
+        Returns:
+            The weights. The order of the rows, W and the leading and fourth dimensions do not
+            count: adapters of equal content have equal digests.
+
+        Raises:
+            AdapterFormatError: A tensor is of an impossible type or shape or on another device;
+                the two have different numbers of rows, or none; a row fits no module or several,
+                or one that another row fits; it has too few values for its matrices, or values
+                other than zero after them.
+            UnsupportedAdapterError: A row is DoRA, or its rank is over the maximum.
+        """
+        pairs = unpack(weights, config, model_config, _DESCRIPTION)
+        names = {module: (f"{module}.lora_A.weight", f"{module}.lora_B.weight") for module in pairs}
+        buffer, packed = _pack(
+            {
+                name: matrix
+                for module, pair in pairs.items()
+                for name, matrix in zip(names[module], pair, strict=True)
+            }
         )
-        digest.update(buffer)
-        return cls(buffer, pairs, parsed.scale, digest.hexdigest())
+        stored = {tensor.name: tensor for tensor in packed}
+        modules = {module: MatrixPair(stored[a], stored[b]) for module, (a, b) in names.items()}
+        digest = _digest(buffer, packed, _FOLDED_SCALE)
+        return cls(buffer, AdapterTensors(modules, len(packed)), _FOLDED_SCALE, digest)
 
     @property
     def digest(self) -> str:
@@ -84,6 +135,13 @@ class AdapterWeights:
         return self._carried[1]
 
 
+def _digest(buffer: bytearray, packed: list[StoredTensor], scale: float) -> str:
+    header = json.dumps([scale, [(t.name, t.dtype, t.shape) for t in packed]])
+    digest = hashlib.sha256(header.encode())
+    digest.update(buffer)
+    return digest.hexdigest()
+
+
 def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTensor]]:
     """All tensors back to back, by name, so that equal content gives an equal digest."""
     import torch
@@ -92,7 +150,7 @@ def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTe
     packed = []
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        dtype = _DTYPE_NAMES.get(str(tensor.dtype))
+        dtype = TORCH_DTYPES.get(str(tensor.dtype))
         if dtype is None:
             raise AdapterFormatError(
                 f"tensor '{name}' of the {_DESCRIPTION} has dtype {tensor.dtype}: float32, "

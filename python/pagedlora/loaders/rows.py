@@ -20,6 +20,8 @@ _DTYPES = {
     "F16": _core.Dtype.float16,
     "BF16": _core.Dtype.bfloat16,
 }
+TORCH_DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+"""The possible types of tensors in memory, and how safetensors spells them."""
 
 
 class StoredTensor(NamedTuple):
@@ -120,6 +122,20 @@ def make_rows(
     return [_make_row(module, pair, table, scale, path) for module, pair in adapter.modules.items()]
 
 
+def check_rank(rank: int, max_lora_rank: int, path: str) -> None:
+    """Refuses a rank that the model's configuration does not allow.
+
+    Raises:
+        UnsupportedAdapterError: The rank is over the maximum.
+    """
+    if rank > max_lora_rank:
+        raise UnsupportedAdapterError(
+            f"LoRA rank {rank} is greater than max_lora_rank {max_lora_rank}: "
+            f"raise max_lora_rank to serve '{path}'",
+            field="r",
+        )
+
+
 def _parse_name(tensor: StoredTensor, path: str) -> tuple[str, str]:
     """Module and matrix ("A" or "B") of a tensor."""
     module, _, suffix = tensor.name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
@@ -207,12 +223,7 @@ def _make_row(
         )
     a, b = pair
     rank = pair.rank
-    if rank > table.max_lora_rank:
-        raise UnsupportedAdapterError(
-            f"LoRA rank {rank} is greater than max_lora_rank {table.max_lora_rank}: "
-            f"raise max_lora_rank to serve '{path}'",
-            field="r",
-        )
+    check_rank(rank, table.max_lora_rank, path)
     _check_shape(a, [rank, sizes.in_features], path)
     _check_shape(b, [sizes.out_features, rank], path)
     return _core.PlannedRow(
