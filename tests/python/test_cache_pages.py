@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from tests.support.adapters import (
     adapter_tensors,
     assert_same_weights,
+    read_matrix,
     same_bits,
     select_modules,
     weights_of,
@@ -36,11 +36,6 @@ def make_resident(cache: Cache, directory: Path) -> tuple[LlmRequest, Any]:
     return request, cache.peft.ensure_batch([request], [])
 
 
-def read(pointer: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    size = shape[0] * shape[1] * dtype.itemsize
-    return torch.frombuffer(bytearray(ctypes.string_at(pointer, size)), dtype=dtype).view(shape)
-
-
 # ---- entries -----------------------------------------------------------------------------------
 
 
@@ -62,8 +57,12 @@ def test_entries_add_up_to_the_adapters_product(
     for entry in lease[request.request_id]:
         rows = slice(entry.out_offset, entry.out_offset + entry.out_size)
         columns = slice(entry.in_offset, entry.in_offset + entry.in_size)
-        a = read(entry.weights_in_pointer, (entry.adapter_size, entry.in_size), torch.bfloat16)
-        b = read(entry.weights_out_pointer, (entry.out_size, entry.adapter_size), torch.bfloat16)
+        a = read_matrix(
+            entry.weights_in_pointer, (entry.adapter_size, entry.in_size), torch.bfloat16
+        )
+        b = read_matrix(
+            entry.weights_out_pointer, (entry.out_size, entry.adapter_size), torch.bfloat16
+        )
         assert entry.scale == pytest.approx(scales[entry.module_name], rel=1e-7)
         deltas[entry.module_name][rows, columns] += b.double() @ a.double()
         covered[entry.module_name][rows, columns] += entry.adapter_size

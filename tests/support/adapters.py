@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -160,6 +161,12 @@ def scale_of(config: Mapping[str, Any]) -> float:
     """PEFT's factor of B A x for a configuration."""
     rank = config["r"]
     return config["lora_alpha"] / (math.sqrt(rank) if config["use_rslora"] else rank)
+
+
+def read_matrix(pointer: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A copy of the row-major matrix at an address."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    return torch.frombuffer(bytearray(ctypes.string_at(pointer, size)), dtype=dtype).view(shape)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
