@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -49,6 +49,14 @@ def cache_of(make_cache: MakeCache, model: LoraModelConfig, dtype: torch.dtype) 
     return make_cache(dtype, modules=model.modules, max_lora_rank=model.max_lora_rank)
 
 
+def stored_weights(cache: Cache, packed: Packed) -> Mapping[str, Any]:
+    """The matrices in the device tier after a request has brought them."""
+    request = LlmRequest(1, 7, AdapterWeights.from_packed(*packed, cache.config))
+    cache.peft.add_request_peft(request)
+    cache.peft.ensure_batch([request], []).close()
+    return cache.peft.task_weights(7)
+
+
 # ---- what is taken -----------------------------------------------------------------------------
 
 
@@ -72,9 +80,7 @@ def test_ids_and_layers_decide_not_the_order_of_the_models_modules(make_cache: M
     shuffled = packed_model()
     modules = sorted(shuffled.modules, key=lambda m: (m.out_features, -m.module_id, m.layer_id))
     cache = make_cache(modules=modules, max_lora_rank=64)
-    weights = AdapterWeights.from_packed(*packed_reference(), cache.config)
-    cache.peft.add_request_peft(LlmRequest(1, 7, weights))
-    assert_same_weights(cache.peft.task_weights(7, "host"), REFERENCE)
+    assert_same_weights(stored_weights(cache, packed_reference()), REFERENCE)
 
 
 def test_models_in_hugging_faces_names_have_the_ids(make_cache: MakeCache) -> None:
@@ -94,9 +100,7 @@ def test_models_in_hugging_faces_names_have_the_ids(make_cache: MakeCache) -> No
     assert {module.module_id for module in config.modules} == {1, 2, 3, 4, 5, 6, 7}
     matrices = matrices_of_ranks(config, dict.fromkeys(range(1, 8), 4), seed=1)
     cache = cache_of(make_cache, config, torch.float32)
-    weights = AdapterWeights.from_packed(*pack(config, matrices), cache.config)
-    cache.peft.add_request_peft(LlmRequest(1, 7, weights))
-    stored = cache.peft.task_weights(7, "host")
+    stored = stored_weights(cache, pack(config, matrices))
     assert_same_weights(stored, matrices)
     assert stored["model.layers.1.mlp.gate_proj"][1].shape == (32, 4)
     assert stored["model.layers.0.self_attn.k_proj"][1].shape == (8, 4)
@@ -182,8 +186,10 @@ def test_later_changes_of_the_tensors_change_nothing(make_cache: MakeCache) -> N
     weights = AdapterWeights.from_packed(*packed, cache.config)
     for tensor in packed:
         tensor.zero_()
-    cache.peft.add_request_peft(LlmRequest(1, 7, weights))
-    assert_same_weights(cache.peft.task_weights(7, "host"), REFERENCE)
+    request = LlmRequest(1, 7, weights)
+    cache.peft.add_request_peft(request)
+    cache.peft.ensure_batch([request], []).close()
+    assert_same_weights(cache.peft.task_weights(7), REFERENCE)
 
 
 def test_numbers_that_are_not_finite_are_kept_in_the_matrices(make_cache: MakeCache) -> None:
@@ -191,9 +197,7 @@ def test_numbers_that_are_not_finite_are_kept_in_the_matrices(make_cache: MakeCa
     matrices = {name: (a.clone(), b.clone()) for name, (a, b) in REFERENCE.items()}
     first = next(iter(matrices))
     matrices[first][0][0, :2] = torch.tensor([float("nan"), float("inf")])
-    weights = AdapterWeights.from_packed(*pack(MODEL, matrices), cache.config)
-    cache.peft.add_request_peft(LlmRequest(1, 7, weights))
-    assert_same_weights(cache.peft.task_weights(7, "host"), matrices)
+    assert_same_weights(stored_weights(cache, pack(MODEL, matrices)), matrices)
 
 
 # ---- tensors that cannot be --------------------------------------------------------------------
