@@ -17,6 +17,7 @@ DEFAULT_MAX_LORA_RANK = 64
 DEFAULT_DEVICE_CACHE_PERCENT = 0.02
 
 _Count: TypeAlias = Annotated[int, Field(ge=1)]
+_CountOrZero: TypeAlias = Annotated[int, Field(ge=0)]
 
 
 def _positive_size(value: object) -> int:
@@ -82,6 +83,9 @@ class LoraConfig(_Config):
 class PeftCacheConfig(_Config):
     """Memory for adapters, in two tiers. Sizes are bytes or strings such as "256KiB", "4GiB".
 
+    The last six fields are for those who have a configuration for TensorRT-LLM; docs/sizing.md
+    says how they are mapped.
+
     Attributes:
         host_cache_size: Budget of the host tier in bytes; never exceeded.
         device_cache_size: Budget of the device tier in bytes; excludes `device_cache_percent`.
@@ -94,6 +98,17 @@ class PeftCacheConfig(_Config):
         max_part_size: Most bytes of a matrix that lie in one piece; "auto" is what the search
             found, or the whole page where `page_size` is given.
         eviction_policy: "lru".
+        num_host_module_layer: Budget of the host tier in module layers, instead of
+            `host_cache_size`: one is the bytes of one rank of the model's largest module. 0: not
+            given.
+        num_device_module_layer: The same for the device tier, instead of `device_cache_size` and
+            `device_cache_percent`.
+        max_adapter_size: A rank: if an adapter of it, or of the model's maximum rank if that is
+            less, on all modules, does not fit either tier, making the cache fails. None: adapters
+            are checked only when they are used.
+        optimal_adapter_size: A rank, without effect: pages fit adapters of every rank.
+        max_pages_per_block_host: Without effect: a tier's memory is one block.
+        max_pages_per_block_device: Likewise.
     """
 
     host_cache_size: _Size = 2**30
@@ -104,6 +119,27 @@ class PeftCacheConfig(_Config):
     page_size: Literal["auto"] | _Size = "auto"
     max_part_size: Literal["auto"] | _Size = "auto"
     eviction_policy: Literal["lru"] = "lru"
+    num_host_module_layer: _CountOrZero = 0
+    num_device_module_layer: _CountOrZero = 0
+    max_adapter_size: _Count | None = None
+    optimal_adapter_size: _Count | None = None
+    max_pages_per_block_host: _Count | None = None
+    max_pages_per_block_device: _Count | None = None
+
+    @model_validator(mode="after")
+    def _check_module_layers(self) -> PeftCacheConfig:
+        for count, other in (
+            ("num_host_module_layer", "host_cache_size"),
+            ("num_device_module_layer", "device_cache_size"),
+            ("num_device_module_layer", "device_cache_percent"),
+        ):
+            is_explicit = other in self.model_fields_set and getattr(self, other) is not None
+            if getattr(self, count) and is_explicit:
+                raise InvalidArgumentError(
+                    f"{count} {getattr(self, count)} and {other} {getattr(self, other)} are both "
+                    "given: keep one of them"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_device_budget(self) -> PeftCacheConfig:
@@ -129,7 +165,7 @@ class PeftCacheConfig(_Config):
         return 0 if self.max_part_size == "auto" else self.max_part_size
 
     def device_budget_bytes(self, free_bytes: int) -> int:
-        """Budget of the device tier in bytes.
+        """Budget of the device tier in bytes, unless `num_device_module_layer` gives it.
 
         Args:
             free_bytes: Memory of the device that is free at construction.

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pagedlora import _core
+from pagedlora.cache_budgets import cache_budgets, check_max_adapter
 from pagedlora.config import PeftCacheConfig
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.memory import available_memory_bytes
@@ -60,23 +61,26 @@ class PeftCacheManager:
             device: "cpu".
 
         Raises:
-            InvalidArgumentError: Another device, a budget that holds no page, or a dtype or rank
-                in `config` that is not the model configuration's.
+            InvalidArgumentError: Another device, a budget that holds no page, a tier that cannot
+                hold an adapter of `config.max_adapter_size`, or a dtype or rank in `config` that
+                is not the model configuration's.
             OutOfMemoryError: The system does not have that much memory.
         """
         if str(device) != "cpu":
             raise InvalidArgumentError(f"device is {device!r}: only 'cpu' is supported")
         config = config or PeftCacheConfig()
         _check_agreement(config, model_config)
+        budgets = cache_budgets(config, model_config, available_memory_bytes())
         self._model_config = model_config
         self._core = _core.PeftCacheManager(
             model_config,
-            host_cache_bytes=config.host_cache_size,
-            device_cache_bytes=config.device_budget_bytes(available_memory_bytes()),
+            host_cache_bytes=budgets.host_bytes,
+            device_cache_bytes=budgets.device_bytes,
             page_bytes=0 if config.page_size == "auto" else config.page_size,
             max_part_bytes=config.max_part_bytes,
             eviction_policy=config.eviction_policy,
         )
+        check_max_adapter(config, model_config, self._core)
 
     @property
     def core(self) -> _core.PeftCacheManager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagedlora import _core
+from pagedlora.cache_budgets import ELEMENT_BYTES, cache_budgets, pages_of_rank
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.sizes import format_size
@@ -10,7 +11,6 @@ from pagedlora.sizes import format_size
 MAX_DEFAULT_KV_BYTES = 2**30
 _DEFAULT_KV_FRACTION = 4
 """By default keys and values take at most the free memory divided by this."""
-_DTYPE_BYTES = {_core.Dtype.float32: 4, _core.Dtype.float16: 2, _core.Dtype.bfloat16: 2}
 
 
 def num_kv_blocks(
@@ -72,7 +72,7 @@ def with_adapter_counts(
     """
     if lora.max_loras is None and lora.max_cpu_loras is None:
         return config
-    element_bytes = _DTYPE_BYTES[model_config.dtype]
+    element_bytes = ELEMENT_BYTES[model_config.dtype]
     if config.page_size != "auto":
         params = _core.LayoutParams(config.page_size, element_bytes, config.max_part_bytes)
         return _with_budgets(config, lora, _largest_adapter_bytes(model_config, params))
@@ -92,18 +92,23 @@ def with_adapter_counts(
 
 def _largest_adapter_bytes(model_config: _core.LoraModelConfig, params: _core.LayoutParams) -> int:
     """Bytes of the pages of an adapter of the maximum rank on all target modules."""
-    rows = [(index, model_config.max_lora_rank) for index in range(len(model_config.modules))]
-    pages, _ = _core.measure_layout(model_config, rows, params)
-    return pages * params.page_bytes
+    return pages_of_rank(model_config, model_config.max_lora_rank, params) * params.page_bytes
 
 
 def _with_budgets(config: PeftCacheConfig, lora: LoraConfig, num_bytes: int) -> PeftCacheConfig:
     """The configuration with room for as many adapters of `num_bytes` as `lora` says."""
     changes: dict[str, int | None] = {}
     if lora.max_loras is not None:
-        changes |= {"device_cache_size": lora.max_loras * num_bytes, "device_cache_percent": None}
+        changes |= {
+            "device_cache_size": lora.max_loras * num_bytes,
+            "device_cache_percent": None,
+            "num_device_module_layer": 0,
+        }
     if lora.max_cpu_loras is not None:
-        changes |= {"host_cache_size": lora.max_cpu_loras * num_bytes}
+        changes |= {
+            "host_cache_size": lora.max_cpu_loras * num_bytes,
+            "num_host_module_layer": 0,
+        }
     return config.model_copy(update=changes)
 
 
@@ -111,5 +116,5 @@ def _searched_params(
     config: PeftCacheConfig, model_config: _core.LoraModelConfig, free_bytes: int
 ) -> _core.LayoutParams:
     """The page and part sizes that a cache of these budgets would choose."""
-    smaller = min(config.host_cache_size, config.device_budget_bytes(free_bytes))
-    return _core.search_layout_params(model_config, smaller)
+    budgets = cache_budgets(config, model_config, free_bytes)
+    return _core.search_layout_params(model_config, min(budgets))
