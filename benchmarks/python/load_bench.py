@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from benchmarks.python.harness import Case, Result, run_rounds
 from safetensors.torch import load_file, save_file
+from tests.support.cache_fixtures import add_and_wait
 
 from pagedlora import LoraManager, LoraModelConfig, PeftCacheConfig, PeftCacheManager
 from pagedlora.demo.generated_adapters import ALL_LINEAR, AdapterShape, write_adapters
@@ -57,10 +58,10 @@ class _Rereader:
         assert not self.cache.is_task_cached(self._request.lora_task_id)
 
     def to_host(self) -> None:
-        self.cache.add_request_peft(self._request)
+        add_and_wait(self.cache, self._request)
 
     def to_device(self) -> None:
-        self.cache.add_request_peft(self._request)
+        add_and_wait(self.cache, self._request)
         self.cache.ensure_batch([self._request], []).close()
 
     def first_load(self) -> None:

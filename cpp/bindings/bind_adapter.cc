@@ -34,8 +34,10 @@ class HeldBuffer {
     }
   }
   ~HeldBuffer() {
-    const py::gil_scoped_acquire gil;
-    PyBuffer_Release(&view_);
+    if (Py_IsInitialized() != 0) {  // a reader that was stuck may come back after the interpreter
+      const py::gil_scoped_acquire gil;
+      PyBuffer_Release(&view_);
+    }
   }
   HeldBuffer(const HeldBuffer&) = delete;
   HeldBuffer& operator=(const HeldBuffer&) = delete;

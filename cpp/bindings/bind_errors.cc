@@ -41,6 +41,12 @@ py::object translate(const std::exception_ptr& pointer) {
     return make("AdapterNotFoundError", error, "name"_a = error.path);
   } catch (const AdapterReadError& error) {
     return make("AdapterReadError", error, "path"_a = error.path, "errno"_a = error.error_number);
+  } catch (const AdapterLoadTimeout& error) {
+    return make("AdapterLoadTimeout", error, "limit_seconds"_a = error.limit_seconds,
+                "stuck_readers"_a = error.stuck_readers);
+  } catch (const AdapterInUseError& error) {
+    return make("AdapterInUseError", error, "task_id"_a = error.task.value,
+                "num_owners"_a = error.num_owners);
   } catch (const OutOfMemoryError& error) {
     return make("OutOfMemoryError", error, "tier"_a = error.tier, "bytes"_a = error.bytes);
   } catch (const RequestConflictError& error) {

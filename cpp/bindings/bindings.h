@@ -10,7 +10,9 @@ void register_build_info(pybind11::module_& module);
 void register_model(pybind11::module_& module);
 void register_layout(pybind11::module_& module);
 void register_adapter(pybind11::module_& module);
-void register_cache(pybind11::module_& module);
+void register_batch_lease(pybind11::module_& module);
+void register_fakes(pybind11::module_& module);
+void register_peft_cache_manager(pybind11::module_& module);
 void register_lora_operator(pybind11::module_& module);
 void register_paged_attention(pybind11::module_& module);
 

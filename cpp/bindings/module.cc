@@ -8,7 +8,9 @@ PYBIND11_MODULE(_core, module) {
   register_model(module);
   register_layout(module);
   register_adapter(module);
-  register_cache(module);
+  register_batch_lease(module);
+  register_fakes(module);
+  register_peft_cache_manager(module);
   register_lora_operator(module);
   register_paged_attention(module);
 }

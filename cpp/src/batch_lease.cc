@@ -1,5 +1,6 @@
 #include "pagedlora/batch_lease.h"
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 
@@ -7,10 +8,29 @@
 
 namespace pagedlora {
 
+void BatchLease::sort_requests() {
+  std::ranges::sort(requests_, {}, &LeasedRequest::request);
+  const auto repeated = std::ranges::unique(requests_, {}, &LeasedRequest::request);
+  requests_.erase(repeated.begin(), repeated.end());
+}
+
+void BatchLease::reopen(Release release) {
+  const std::scoped_lock lock(mutex_);
+  tasks_.clear();
+  requests_.clear();
+  errors_.clear();
+  release_ = std::move(release);
+}
+
+const BatchLease::LeasedRequest* BatchLease::position_of(RequestId request) const {
+  const auto found = std::ranges::lower_bound(requests_, request, {}, &LeasedRequest::request);
+  return found == requests_.end() || found->request != request ? nullptr : &*found;
+}
+
 const BatchLease::LeasedTask* BatchLease::find(RequestId request) const {
   check_open();
-  const auto found = task_of_request_.find(request);
-  return found == task_of_request_.end() ? nullptr : &tasks_[found->second];
+  const LeasedRequest* found = position_of(request);
+  return found == nullptr ? nullptr : &tasks_[found->position];
 }
 
 void BatchLease::check_open() const { static_cast<void>(hold_open()); }
@@ -29,14 +49,14 @@ bool BatchLease::is_open() const {
   return static_cast<bool>(release_);
 }
 
-void BatchLease::close() noexcept {
+void BatchLease::close(void* stream) noexcept {
   Release release;
   {
     const std::scoped_lock lock(mutex_);
     release = std::exchange(release_, nullptr);
   }
   if (release) {
-    release(tasks_);
+    release(tasks_, stream);
   }
 }
 

@@ -1,6 +1,7 @@
 #include "pagedlora/errors.h"
 
 #include <algorithm>
+#include <sstream>
 #include <system_error>
 
 namespace pagedlora {
@@ -46,6 +47,12 @@ std::string format_message(const std::string& path, const std::string& tensor,
                            const std::string& problem) {
   const std::string place = tensor.empty() ? path : path + ": tensor " + quoted(tensor);
   return place + ": " + problem;
+}
+
+std::string seconds(double count) {
+  std::ostringstream text;
+  text << count;
+  return text.str();
 }
 
 }  // namespace
@@ -96,6 +103,25 @@ AdapterReadError::AdapterReadError(std::string file, int system_error_number)
     : Error("cannot read " + file + ": " + std::generic_category().message(system_error_number)),
       path(std::move(file)),
       error_number(system_error_number) {}
+
+AdapterLoadTimeout::AdapterLoadTimeout(double limit, std::size_t stuck)
+    : Error(stuck == 0
+                ? "the adapter's source or the device did not answer within load_timeout_s " +
+                      seconds(limit) +
+                      "; check the storage, or raise PeftCacheConfig.load_timeout_s"
+                : "no reader is left: " + std::to_string(stuck) +
+                      " wait for sources that did not answer within load_timeout_s " +
+                      seconds(limit) + "; check the storage"),
+      limit_seconds(limit),
+      stuck_readers(stuck) {}
+
+AdapterInUseError::AdapterInUseError(TaskId used_task, std::size_t owners, std::size_t pins,
+                                     bool is_leased)
+    : Error("task " + std::to_string(used_task.value) + " is in use: " + count(owners, "owner") +
+            ", " + count(pins, "pin") + (is_leased ? ", an open lease" : "") +
+            "; wait until its requests are done, and unpin it"),
+      task(used_task),
+      num_owners(owners) {}
 
 OutOfMemoryError::OutOfMemoryError(std::string failed_tier, std::size_t failed_bytes)
     : Error("cannot allocate " + count(failed_bytes, "byte") + " for the " + failed_tier +

@@ -1,10 +1,12 @@
 #include "pagedlora/lora_cache.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
 #include "pagedlora/errors.h"
+#include "policies/ordered_policy.h"
 
 namespace pagedlora {
 namespace {
@@ -23,6 +25,8 @@ LoraCache::LoraCache(std::shared_ptr<Device> device, std::string tier, std::size
   for (std::unique_ptr<EvictionPolicy>& policy : policies_) {
     policy = make_policy();
   }
+  policies_[static_cast<std::size_t>(EvictionClass::waiting)] =
+      std::make_unique<internal::FarthestFirstPolicy>();
 }
 
 const LoraCache::Entry* LoraCache::find(TaskId task) const {
@@ -45,22 +49,28 @@ LoraCache::Entry& LoraCache::require(TaskId task, EntryEvent event) {
   return found->second;
 }
 
-bool LoraCache::is_evictable(const Entry& entry) {
-  return entry.state == EntryState::resident && entry.pins == 0;
+bool LoraCache::is_evictable(const Entry& entry) { return entry.pins == 0; }
+
+EvictionPolicy& LoraCache::policy_of(const Entry& entry) {
+  return *policies_[static_cast<std::size_t>(entry.eviction_class)];
 }
 
 void LoraCache::enter_policy(Entry& entry) {
   if (is_evictable(entry)) {
-    policies_[static_cast<std::size_t>(entry.eviction_class)]->insert(entry.node);
-    evictable_pages_ += entry.pages.size();
+    policy_of(entry).insert(entry.node);
+    evictable_pages_[static_cast<std::size_t>(entry.eviction_class)] += entry.pages.size();
   }
 }
 
 void LoraCache::leave_policy(Entry& entry) {
   if (is_evictable(entry)) {
-    policies_[static_cast<std::size_t>(entry.eviction_class)]->erase(entry.node);
-    evictable_pages_ -= entry.pages.size();
+    policy_of(entry).erase(entry.node);
+    evictable_pages_[static_cast<std::size_t>(entry.eviction_class)] -= entry.pages.size();
   }
+}
+
+std::size_t LoraCache::evictable_pages() const {
+  return std::accumulate(evictable_pages_.begin(), evictable_pages_.end(), std::size_t{0});
 }
 
 PolicyNode* LoraCache::next_victim() {
@@ -73,7 +83,7 @@ PolicyNode* LoraCache::next_victim() {
 }
 
 std::optional<Shortage> LoraCache::shortage(std::size_t pages, std::size_t kept_pages) const {
-  const std::size_t evictable = evictable_pages_ - kept_pages;
+  const std::size_t evictable = evictable_pages() - kept_pages;
   if (pages > pool_.num_free() + evictable) {
     return Shortage{pages, pool_.num_free(), evictable};
   }
@@ -85,19 +95,31 @@ void LoraCache::refuse(const Shortage& shortage) const {
                            shortage.evictable_pages);
 }
 
-std::optional<Shortage> LoraCache::try_make_room(std::size_t pages, std::vector<TaskId>& evicted) {
+std::optional<Shortage> LoraCache::shortage_for_waiting(std::size_t pages,
+                                                        std::uint64_t distance) const {
+  std::size_t evictable = evictable_pages_[static_cast<std::size_t>(EvictionClass::unowned)];
+  policies_[static_cast<std::size_t>(EvictionClass::waiting)]->visit([&](const PolicyNode& node) {
+    evictable += node.distance > distance ? entries_.at(node.task).pages.size() : 0;
+  });
+  if (pages > pool_.num_free() + evictable) {
+    return Shortage{pages, pool_.num_free(), evictable};
+  }
+  return std::nullopt;
+}
+
+std::optional<Shortage> LoraCache::try_make_room(std::size_t pages, const OnVictim& on_victim) {
   if (const std::optional<Shortage> missing = shortage(pages)) {
     return missing;
   }
   while (pool_.num_free() < pages) {
     const TaskId victim = next_victim()->task;
+    on_victim(victim);
     evict(victim);
-    evicted.push_back(victim);
   }
   return std::nullopt;
 }
 
-const LoraCache::Entry& LoraCache::claim(TaskId task, std::size_t pages, std::uint64_t use) {
+PageUses LoraCache::claim(TaskId task, std::size_t pages, std::uint64_t use) {
   if (find(task) != nullptr) {
     require(task, EntryEvent::claim);
   }
@@ -110,23 +132,45 @@ const LoraCache::Entry& LoraCache::claim(TaskId task, std::size_t pages, std::ui
   entry.state = EntryState::loading;
   entry.pages = std::move(claimed);
   entry.node.task = task;
-  entry.node.last_use = use;
-  return entry;
+  policy_of(entry).record_use(entry.node, use);
+  enter_policy(entry);
+  return uses_of(entry.pages);
+}
+
+// They stay with the pages until they end: this claim may be given up before it has waited for them.
+PageUses LoraCache::uses_of(const std::vector<PageId>& pages) {
+  PageUses uses;
+  for (std::size_t i = 0; i < pages.size() && !page_uses_.empty(); ++i) {
+    const auto found = page_uses_.find(pages[i]);
+    if (found == page_uses_.end()) {
+      continue;
+    }
+    std::erase_if(found->second, [](const auto& use) { return use->is_over(); });
+    for (const std::shared_ptr<const PageUse>& use : found->second) {
+      if (std::ranges::find(uses, use) == uses.end()) {
+        uses.push_back(use);
+      }
+    }
+    if (found->second.empty()) {
+      page_uses_.erase(found);
+    }
+  }
+  return uses;
 }
 
 void LoraCache::publish(TaskId task) {
-  Entry& entry = require(task, EntryEvent::publish);
-  entry.state = EntryState::resident;
-  enter_policy(entry);
+  require(task, EntryEvent::publish).state = EntryState::resident;
 }
 
 void LoraCache::fail(TaskId task) {
-  require(task, EntryEvent::fail);
+  leave_policy(require(task, EntryEvent::fail));
   remove(task);
 }
 
 void LoraCache::evict(TaskId task) {
-  Entry& entry = require(task, EntryEvent::evict);
+  const Entry* found = find(task);
+  const bool is_loading = found != nullptr && found->state == EntryState::loading;
+  Entry& entry = require(task, is_loading ? EntryEvent::cancel : EntryEvent::evict);
   if (entry.pins != 0) {
     broken(tier_, label(task) + " is evicted with " + std::to_string(entry.pins) + " pins");
   }
@@ -136,8 +180,26 @@ void LoraCache::evict(TaskId task) {
 
 void LoraCache::remove(TaskId task) {
   const auto found = entries_.find(task);
-  pool_.release(found->second.pages);
+  const Entry& entry = found->second;
+  for (const std::shared_ptr<const PageUse>& use : entry.uses) {
+    if (use->is_over()) {
+      continue;
+    }
+    for (const PageId page : entry.pages) {
+      page_uses_[page].push_back(use);
+    }
+  }
+  pool_.release(entry.pages);
   entries_.erase(found);
+}
+
+void LoraCache::add_page_use(TaskId task, std::shared_ptr<const PageUse> use) {
+  const auto found = entries_.find(task);
+  if (found == entries_.end()) {
+    broken(tier_, label(task) + " is used while absent");
+  }
+  std::erase_if(found->second.uses, [](const auto& old) { return old->is_over(); });
+  found->second.uses.push_back(std::move(use));
 }
 
 void LoraCache::pin(TaskId task) {
@@ -163,20 +225,20 @@ void LoraCache::use(TaskId task, std::uint64_t use) {
   if (found == entries_.end()) {
     return;
   }
-  Entry& entry = found->second;
-  entry.node.last_use = use;
-  if (is_evictable(entry)) {
-    policies_[static_cast<std::size_t>(entry.eviction_class)]->touch(entry.node);
-  }
+  leave_policy(found->second);
+  policy_of(found->second).record_use(found->second.node, use);
+  enter_policy(found->second);
 }
 
-void LoraCache::set_class(TaskId task, EvictionClass eviction_class) {
+void LoraCache::set_class(TaskId task, EvictionClass eviction_class, std::uint64_t distance) {
   const auto found = entries_.find(task);
-  if (found == entries_.end() || found->second.eviction_class == eviction_class) {
+  if (found == entries_.end() ||
+      (found->second.eviction_class == eviction_class && found->second.node.distance == distance)) {
     return;
   }
   leave_policy(found->second);
   found->second.eviction_class = eviction_class;
+  found->second.node.distance = distance;
   enter_policy(found->second);
 }
 
@@ -202,8 +264,8 @@ void LoraCache::check_invariants() const {
     broken(tier_,
            std::to_string(pool_.num_pages() - num_owned - pool_.num_free()) + " pages are lost");
   }
-  if (evictable != evictable_pages_) {
-    broken(tier_, "counts " + std::to_string(evictable_pages_) + " evictable pages, has " +
+  if (evictable != evictable_pages()) {
+    broken(tier_, "counts " + std::to_string(evictable_pages()) + " evictable pages, has " +
                       std::to_string(evictable));
   }
 }

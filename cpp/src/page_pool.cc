@@ -36,16 +36,20 @@ PagePool::PagePool(std::shared_ptr<Device> device, std::string tier, std::size_t
       levels_.back().back() = (std::uint64_t{1} << (bits % kWordBits)) - 1;
     }
   }
-  arena_ = device_->try_allocate(arena_bytes());
-  if (arena_ == nullptr) {
+  std::byte* arena = device_->try_allocate(arena_bytes());
+  if (arena == nullptr) {
     throw OutOfMemoryError(std::move(tier), arena_bytes());
   }
+  arena_ = std::shared_ptr<std::byte>(arena,
+                                      [device = device_, bytes = arena_bytes()](std::byte* memory) {
+                                        device->deallocate(memory, bytes);
+                                      });
   start_prefault();  // last: from here on nothing may throw
 }
 
 void PagePool::start_prefault() noexcept {
   if (arena_bytes() <= kPrefaultBlockBytes) {
-    device_->prefault(arena_, arena_bytes());
+    device_->prefault(arena_.get(), arena_bytes());
     return;
   }
   try {
@@ -60,12 +64,11 @@ PagePool::~PagePool() {
   if (prefault_thread_.joinable()) {
     prefault_thread_.join();
   }
-  device_->deallocate(arena_, arena_bytes());
 }
 
 void PagePool::prefault_blocks() {
   for (std::size_t at = 0; at < arena_bytes() && !stop_prefault_; at += kPrefaultBlockBytes) {
-    device_->prefault(arena_ + at, std::min(kPrefaultBlockBytes, arena_bytes() - at));
+    device_->prefault(arena_.get() + at, std::min(kPrefaultBlockBytes, arena_bytes() - at));
   }
 }
 

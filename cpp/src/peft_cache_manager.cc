@@ -1,40 +1,71 @@
+// Which tasks are known and who owns them.
 #include "pagedlora/peft_cache_manager.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
 
-#include "internal/page_runs.h"
-#include "internal/stopwatch.h"
+#include "internal/job_pool.h"
+#include "internal/lease_pool.h"
+#include "internal/load_jobs.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/page_size_search.h"
-#include "pagedlora/scatter_plan.h"
 
 namespace pagedlora {
 namespace {
 
-LayoutParams choose_layout_params(const LoraModelConfig& config, const PeftCacheSizes& sizes) {
-  if (sizes.page_bytes != 0) {
-    return checked({sizes.page_bytes, element_bytes(config.dtype()), sizes.max_part_bytes});
+constexpr std::size_t kMaxAbandonedReaders = 16;
+// Distances of tasks that wait outside the window: behind all of it, the earliest owner nearest.
+constexpr std::uint64_t kBehindWindow = std::uint64_t{1} << 32;
+
+LayoutParams choose_layout_params(const LoraModelConfig& config, const PeftCacheOptions& options) {
+  if (options.page_bytes != 0) {
+    return checked({options.page_bytes, element_bytes(config.dtype()), options.max_part_bytes});
   }
-  return search_layout_params(config, std::min(sizes.host_cache_bytes, sizes.device_cache_bytes));
+  return search_layout_params(config,
+                              std::min(options.host_cache_bytes, options.device_cache_bytes));
+}
+
+PeftCacheOptions checked_options(PeftCacheOptions options) {
+  if (options.num_put_workers == 0 || options.num_ensure_workers == 0 ||
+      options.max_inflight_batches == 0 || options.load_timeout <= Clock::Time::zero()) {
+    throw InvalidArgumentError(
+        "num_put_workers, num_ensure_workers, max_inflight_batches and load_timeout must be more "
+        "than 0");
+  }
+  if (options.clock == nullptr) {
+    options.clock = steady_clock();
+  }
+  return options;
 }
 
 }  // namespace
 
 PeftCacheManager::PeftCacheManager(std::shared_ptr<const LoraModelConfig> config,
-                                   const PeftCacheSizes& sizes, std::shared_ptr<Device> device,
+                                   PeftCacheOptions options, std::shared_ptr<Device> device,
                                    const PolicyFactory& make_policy)
     : config_(std::move(config)),
-      params_(choose_layout_params(*config_, sizes)),
+      params_(choose_layout_params(*config_, options)),
+      options_(checked_options(std::move(options))),
+      clock_(options_.clock),
+      leases_(std::make_shared<internal::LeasePool>(config_)),
+      board_(std::make_shared<internal::JobBoard>()),
+      mutex_(board_->mutex),
       layouts_(config_, params_),
-      host_(make_host_device(), "host", sizes.host_cache_bytes / params_.page_bytes,
+      host_(make_host_device(), "host", options_.host_cache_bytes / params_.page_bytes,
             params_.page_bytes, make_policy),
-      device_(std::move(device), "device", sizes.device_cache_bytes / params_.page_bytes,
+      device_(std::move(device), "device", options_.device_cache_bytes / params_.page_bytes,
               params_.page_bytes, make_policy),
-      chunk_(ScatterPlan::kChunkBytes) {}
+      put_workers_(std::make_unique<internal::JobPool>(
+          board_, clock_,
+          internal::JobPool::Options{options_.num_put_workers, kMaxAbandonedReaders,
+                                     ScatterPlan::kChunkBytes, options_.load_timeout})),
+      ensure_workers_(std::make_unique<internal::JobPool>(
+          board_, clock_,
+          internal::JobPool::Options{options_.num_ensure_workers, kMaxAbandonedReaders, 0,
+                                     options_.load_timeout})) {}
 
-PeftCacheManager::~PeftCacheManager() { lock_without_lease(); }
+PeftCacheManager::~PeftCacheManager() { close(); }
 
 TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) {
   const std::scoped_lock lock(mutex_);
@@ -44,41 +75,106 @@ TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) 
     ++next_task_;
   }
   const TaskId task{next_task_++};
-  records_.emplace(task, TaskRecord{std::move(plan), nullptr, {}, false});
+  TaskRecord record;
+  record.plan = std::move(plan);
+  largest_pages_ = std::max<std::size_t>(largest_pages_, layout_of(record)->num_pages());
+  records_.emplace(task, std::move(record));
   return task;
 }
 
+void PeftCacheManager::unregister_task(TaskId task) {
+  const std::scoped_lock lock(mutex_);
+  const auto found = records_.find(task);
+  if (found == records_.end()) {
+    return;
+  }
+  const TaskOwners::Sets* sets = owners_.sets_of(task);
+  const LoraCache::Entry* on_device = device_.find(task);
+  const bool is_leased = on_device != nullptr && on_device->pins != 0;
+  if (sets != nullptr || found->second.user_pins != 0 || is_leased) {
+    throw AdapterInUseError(task, sets == nullptr ? 0 : sets->active.size() + sets->paused.size(),
+                            found->second.user_pins, is_leased);
+  }
+  for (const Tier tier : {Tier::host, Tier::device}) {
+    if (cache_of(tier).find(task) != nullptr) {
+      give_up_copy(tier, task);
+    }
+  }
+  std::erase(window_, task);
+  records_.erase(task);
+}
+
 void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
-                                        const CarriedWeights* weights) {
+                                        const CarriedWeights* weights, bool started) {
   const std::scoped_lock lock(mutex_);
   check_open();
+  if (owners_.failure_of(request) != nullptr) {
+    owners_.check_add(request, task);
+    return;
+  }
   admit_record(request, task, weights);
   try {
-    const TaskRecord& record = records_.at(task);
-    bring_into_host(task, weights != nullptr ? *weights->plan : *record.plan);
+    bring_into_host(task, weights != nullptr ? weights->plan : records_.at(task).plan, started);
   } catch (...) {
     forget_if_gone(task);
     throw;
   }
   const bool was_owned = owners_.has_any(task);
-  owners_.add(request, task);
+  const TaskOwners::Added added = owners_.add(request, task, started);
   if (!was_owned) {
     host_.pin(task);
   }
-  device_.set_class(task, class_of(task));
+  iteration_.requests_resumed += added == TaskOwners::Added::resumed ? 1U : 0U;
+  update_class(task);
   device_.use(task, ++uses_);
 }
 
 void PeftCacheManager::mark_request_done(RequestId request, bool pause) {
   const std::scoped_lock lock(mutex_);
+  const std::optional<TaskId> before = owners_.task_of(request);
+  const bool had_active = before && owners_.has_active(*before);
   const std::optional<TaskId> task = pause ? owners_.pause(request) : owners_.done(request);
   if (!task) {
     return;
   }
+  ++(pause ? iteration_.requests_paused : iteration_.requests_terminated);
+  iteration_.tasks_released_device += had_active && !owners_.has_active(*task) ? 1U : 0U;
   if (!owners_.has_any(*task)) {
-    host_.unpin(*task);
+    ++iteration_.tasks_released_host;
+    release_owner(*task);
   }
-  device_.set_class(*task, class_of(*task));
+  update_class(*task);
+}
+
+// The task has lost its last owner.
+void PeftCacheManager::release_owner(TaskId task) {
+  if (host_.find(task) != nullptr) {
+    host_.unpin(task);
+  }
+  forget_if_gone(task);
+}
+
+// Least evictable owner first: active and started, paused, not started or in the window, none.
+void PeftCacheManager::update_class(TaskId task) {
+  const auto found = records_.find(task);
+  if (found == records_.end()) {
+    return;
+  }
+  const std::uint64_t position = found->second.window_position;
+  const EvictionClass in_window =
+      position != kNoDistance ? EvictionClass::waiting : EvictionClass::unowned;
+  host_.set_class(task, in_window, position);
+  const TaskOwners::Sets* sets = owners_.sets_of(task);
+  if (sets == nullptr) {
+    device_.set_class(task, in_window, position);
+  } else if (sets->num_started != 0) {
+    device_.set_class(task, EvictionClass::active);
+  } else if (!sets->paused.empty()) {
+    device_.set_class(task, EvictionClass::paused);
+  } else {
+    device_.set_class(task, EvictionClass::waiting,
+                      std::min(position, kBehindWindow + sets->owned_since));
+  }
 }
 
 // Which record a request is about to own; everything that can be refused without a load is refused
@@ -96,7 +192,7 @@ void PeftCacheManager::admit_record(RequestId request, TaskId task, const Carrie
     }
     admit_carried(task, *weights);
   }
-  check_fits_some_day(layout_of(require_record(task))->num_pages());
+  check_fits_some_day(require_record(task));
 }
 
 void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights) {
@@ -104,33 +200,33 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights)
     throw InvalidArgumentError("weights that a request carries need a digest");
   }
   check_plan(*weights.plan);
-  const std::vector<RowShape> shapes = weights.plan->row_shapes();
-  const std::size_t num_pages = layouts_.get(shapes)->num_pages();
-  check_fits_some_day(num_pages);
+  TaskRecord record;
+  record.plan = weights.plan->without_source();
+  record.digest = weights.digest;
+  check_fits_some_day(record);
   const auto found = records_.find(task);
   // The shapes are compared as well, so that a digest of too little cannot misplace anything.
-  if (found != records_.end() &&
-      (found->second.digest != weights.digest || found->second.plan->row_shapes() != shapes)) {
-    const LoraCache::Entry* leased = device_.find(task);
-    if (owners_.has_any(task) || (leased != nullptr && leased->pins != 0)) {
+  if (found != records_.end() && (found->second.digest != weights.digest ||
+                                  found->second.plan->row_shapes() != record.plan->row_shapes())) {
+    const LoraCache::Entry* on_device = device_.find(task);
+    if (owners_.has_any(task) || found->second.user_pins != 0 ||
+        (on_device != nullptr && on_device->pins != 0)) {
       throw RequestConflictError("task " + std::to_string(task.value) +
                                  " is in use with other weights; use another task id for these");
     }
     // The old copy counts as evictable: if the new one cannot follow it, it stays.
-    if (const std::optional<Shortage> shortage = host_.shortage(num_pages)) {
+    if (const auto shortage = host_.shortage(layout_of(record)->num_pages())) {
       host_.refuse(*shortage);
     }
-    for (LoraCache* cache : {&host_, &device_}) {
-      if (cache->find(task) != nullptr) {
-        cache->evict(task);
+    for (const Tier tier : {Tier::host, Tier::device}) {
+      if (cache_of(tier).find(task) != nullptr) {
+        give_up_copy(tier, task);
       }
     }
-    records_.erase(found);
+    std::erase(window_, task);
+    records_.erase(task);
   }
-  if (!records_.contains(task)) {
-    records_.emplace(task,
-                     TaskRecord{weights.plan->without_source(), nullptr, weights.digest, false});
-  }
+  records_.try_emplace(task, std::move(record));
 }
 
 void PeftCacheManager::check_plan(const AdapterPlan& plan) const {
@@ -152,96 +248,26 @@ PeftCacheManager::TaskRecord& PeftCacheManager::require_record(TaskId task) {
   return found->second;
 }
 
-void PeftCacheManager::check_fits_some_day(std::size_t pages) const {
-  for (const LoraCache* cache : {&host_, &device_}) {
-    if (pages > cache->pool().num_pages()) {
-      throw AdapterTooLargeError(cache->tier(), pages, cache->pool().num_pages(),
-                                 params_.page_bytes);
-    }
+const PeftCacheManager::TaskRecord& PeftCacheManager::require_record(TaskId task) const {
+  return const_cast<PeftCacheManager*>(this)->require_record(task);
+}
+
+// Whether evicting everything but what users pinned would make room for the task.
+void PeftCacheManager::check_fits_some_day(TaskRecord& record) {
+  const std::size_t pages = layout_of(record)->num_pages();
+  const std::size_t pinned = user_pinned_pages_ - (record.user_pins != 0 ? pages : 0);
+  const std::size_t host_pages = host_.pool().num_pages() - pinned;
+  if (pages > host_pages) {
+    throw AdapterTooLargeError(host_.tier(), pages, host_pages, params_.page_bytes);
+  }
+  if (pages > device_.pool().num_pages()) {
+    throw AdapterTooLargeError(device_.tier(), pages, device_.pool().num_pages(),
+                               params_.page_bytes);
   }
 }
 
-void PeftCacheManager::make_room(LoraCache& cache, std::size_t pages) {
-  const std::size_t free_before = cache.pool().num_free();
-  std::vector<TaskId> evicted;
-  if (const std::optional<Shortage> shortage = cache.try_make_room(pages, evicted)) {
-    cache.refuse(*shortage);
-  }
-  TierStats& tier = &cache == &host_ ? stats_.host : stats_.device;
-  tier.tasks_evicted += evicted.size();
-  tier.pages_evicted += cache.pool().num_free() - free_before;
-  for (const TaskId task : evicted) {
-    forget_if_gone(task);
-  }
-}
-
-void PeftCacheManager::bring_into_host(TaskId task, const AdapterPlan& plan) {
-  if (host_.is_resident(task)) {
-    ++stats_.host.hits;
-    host_.use(task, ++uses_);
-    return;
-  }
-  TaskRecord& record = records_.at(task);
-  const bool from_device = device_.is_resident(task);
-  if (!from_device && plan.source() == nullptr) {
-    throw PeftTaskNotCachedError(task);
-  }
-  try {
-    if (from_device) {
-      refill_host_from_device(task, record);
-    } else {
-      read_source(task, record, plan);
-    }
-  } catch (const LoraCacheFullError&) {
-    throw;  // neither a miss nor a failed load: it was never started, and will be asked for again
-  } catch (...) {
-    ++stats_.host.misses;
-    ++stats_.failed_loads;
-    throw;
-  }
-  ++stats_.host.misses;
-}
-
-void PeftCacheManager::read_source(TaskId task, TaskRecord& record, const AdapterPlan& plan) {
-  const internal::Stopwatch stopwatch(stats_.host.load_seconds);
-  const std::unique_ptr<SourceReader> reader = plan.source()->open();
-  std::shared_ptr<const Layout> layout = layout_of(record);
-  const ScatterPlan scatter(*config_, plan, *layout);
-  make_room(host_, layout->num_pages());
-  host_.claim(task, layout->num_pages(), ++uses_);
-  record.layout = layout;
-  try {
-    scatter.execute(*reader, config_->dtype(), chunk_, pages_of(host_, task), nullptr);
-    reader->finish();
-  } catch (...) {
-    host_.fail(task);
-    forget_if_gone(task);
-    throw;
-  }
-  host_.publish(task);
-  stats_.host.bytes_loaded += layout->payload_bytes();
-  stats_.source_bytes += scatter.source_bytes();
-  ++stats_.source_reads;
-  stats_.source_rereads += record.was_read ? 1U : 0U;
-  record.was_read = true;
-}
-
-void PeftCacheManager::refill_host_from_device(TaskId task, TaskRecord& record) {
-  const internal::Stopwatch stopwatch(stats_.host.load_seconds);
-  make_room(host_, record.layout->num_pages());
-  host_.claim(task, record.layout->num_pages(), ++uses_);
-  try {
-    device_.pool().device().copy_to_host(
-        internal::page_runs(pages_of(device_, task), pages_of(host_, task)));
-  } catch (...) {
-    host_.fail(task);
-    throw;
-  }
-  host_.publish(task);
-  stats_.host.bytes_loaded += record.layout->payload_bytes();
-}
-
-// After an eviction or a failed load: drops what is only needed while the task is in a tier.
+// After an eviction, a failed load or the end of an owner: drops what is only needed while the task
+// is in a tier, and all of a task that nothing can bring back.
 void PeftCacheManager::forget_if_gone(TaskId task) {
   const auto found = records_.find(task);
   if (found == records_.end() || host_.find(task) != nullptr || device_.find(task) != nullptr) {
@@ -249,22 +275,64 @@ void PeftCacheManager::forget_if_gone(TaskId task) {
   }
   found->second.layout.reset();
   if (found->second.plan->source() == nullptr && !owners_.has_any(task)) {
+    std::erase(window_, task);
     records_.erase(found);
   }
 }
 
-EvictionClass PeftCacheManager::class_of(TaskId task) const {
-  if (owners_.has_active(task)) {
-    return EvictionClass::active;
+AdapterState PeftCacheManager::adapter_state(RequestId request) const {
+  const std::scoped_lock lock(mutex_);
+  if (owners_.failure_of(request) != nullptr) {
+    return AdapterState::failed;
   }
-  return owners_.has_any(task) ? EvictionClass::paused : EvictionClass::unowned;
+  const std::optional<TaskId> task = owners_.task_of(request);
+  if (!task) {
+    return AdapterState::waiting;
+  }
+  const bool is_resident = host_.is_resident(*task) || device_.is_resident(*task);
+  return is_resident ? AdapterState::ready : AdapterState::loading;
 }
 
-TaskPages PeftCacheManager::pages_of(const LoraCache& cache, TaskId task) const {
-  const TaskRecord& record = records_.at(task);
-  return {record.layout.get(),          cache.find(task)->pages.data(),
-          record.plan->scales().data(), cache.pool().base(),
-          params_.page_bytes,           config_->dtype()};
+std::exception_ptr PeftCacheManager::adapter_error(RequestId request) const {
+  const std::scoped_lock lock(mutex_);
+  const TaskOwners::Failure* failure = owners_.failure_of(request);
+  return failure == nullptr ? nullptr : failure->error;
+}
+
+void PeftCacheManager::pin(TaskId task) {
+  const std::scoped_lock lock(mutex_);
+  check_open();
+  TaskRecord& record = require_record(task);
+  check_fits_some_day(record);
+  if (record.user_pins == 0) {
+    const std::size_t pages = layout_of(record)->num_pages();
+    const std::size_t left = host_.pool().num_pages() - user_pinned_pages_;
+    const std::size_t kept = std::max(largest_pages_, pages);
+    if (pages + kept > left) {
+      throw LoraCacheFullError(host_.tier(), pages + kept, left, 0);
+    }
+    bring_into_host(task, record.plan, false);
+    host_.pin(task);
+    user_pinned_pages_ += pages;
+  }
+  ++record.user_pins;
+}
+
+void PeftCacheManager::unpin(TaskId task) {
+  const std::scoped_lock lock(mutex_);
+  TaskRecord& record = require_record(task);
+  if (record.user_pins == 0) {
+    throw InvalidArgumentError("task " + std::to_string(task.value) + " is not pinned");
+  }
+  if (--record.user_pins == 0) {
+    user_pinned_pages_ -= record.layout->num_pages();
+    host_.unpin(task);
+  }
+}
+
+std::exception_ptr PeftCacheManager::load_error(TaskId task) const {
+  const std::scoped_lock lock(mutex_);
+  return require_record(task).load_error;
 }
 
 void PeftCacheManager::check_open() const {

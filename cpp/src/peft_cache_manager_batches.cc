@@ -1,109 +1,72 @@
-// How PeftCacheManager brings batches to the device and holds them there.
+// How batches are brought to the device and held there.
 #include <algorithm>
 #include <utility>
 
-#include "internal/page_runs.h"
-#include "internal/stopwatch.h"
+#include "internal/job_pool.h"
+#include "internal/lease_pool.h"
+#include "internal/load_jobs.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/peft_cache_manager.h"
 
 namespace pagedlora {
 
 std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const RequestId> requests,
-                                                           bool reset_device_cache) {
-  // Made before the lock is taken: when something below throws, its destructor takes the lock.
-  auto lease = std::make_shared<BatchLease>(
-      config_, [this](const std::vector<BatchLease::LeasedTask>& tasks) { release_lease(tasks); });
-  const std::unique_lock lock = lock_without_lease();
+                                                           bool reset_device_cache, void* stream) {
+  const std::scoped_lock one_at_a_time(batch_mutex_);
+  std::shared_ptr<BatchLease> lease;  // outlives the lock: when something throws, its end takes it
+  Lock lock = lock_for_batch(stream);
   check_open();
-  const std::vector<TaskId> tasks = resolve_batch(requests, *lease);
+  lease = leases_->make([this](const std::vector<BatchLease::LeasedTask>& tasks, void* last_reads) {
+    release_lease(tasks, last_reads);
+  });
+  ++num_open_leases_;
+  ++batch_number_;
+  batch_.clear();
+  resolve_batch(requests, *lease);
   try {
-    claim_batch(tasks, reset_device_cache);
-    fill_lease(tasks, requests, *lease);
+    claim_batch(reset_device_cache);
+    wait_for_batch(lock);
+    fill_lease(requests, *lease);
+    open_leases_.push_back(lease);
   } catch (...) {
-    undo_claims(tasks, *lease);
+    undo_batch();
     throw;
   }
-  open_lease_ = lease;
+  board_->changed.notify_all();  // somebody may wait for leases that can be closed
   return lease;
-}
-
-// Copies what is absent; a task whose copy fails is left out, and its requests get the error.
-void PeftCacheManager::fill_lease(const std::vector<TaskId>& tasks,
-                                  std::span<const RequestId> requests, BatchLease& lease) {
-  std::unordered_map<TaskId, std::exception_ptr> failed;
-  std::unordered_map<TaskId, std::size_t> position;
-  for (const TaskId task : tasks) {
-    if (!device_.is_resident(task)) {
-      try {
-        copy_to_device(task);
-      } catch (...) {
-        failed.emplace(task, std::current_exception());
-        continue;
-      }
-    }
-    position.emplace(task, lease.tasks().size());
-    lease.add_task({task, pages_of(device_, task), records_.at(task).layout});
-    ++leased_pins_;
-  }
-  for (const RequestId request : requests) {
-    const std::optional<TaskId> task = owners_.task_of(request);
-    if (!task || lease.errors().contains(request)) {
-      continue;
-    }
-    if (const auto error = failed.find(*task); error != failed.end()) {
-      lease.add_error(request, error->second);
-    } else {
-      lease.add_request(request, position.at(*task));
-    }
-  }
-}
-
-// Takes back the claims and pins of tasks that the lease does not hold yet.
-void PeftCacheManager::undo_claims(const std::vector<TaskId>& tasks,
-                                   const BatchLease& lease) noexcept {
-  for (const TaskId task : tasks) {
-    const LoraCache::Entry* entry = device_.find(task);
-    const bool is_leased = std::ranges::find(lease.tasks(), task, &BatchLease::LeasedTask::task) !=
-                           lease.tasks().end();
-    if (entry == nullptr || entry->pins == 0 || is_leased) {
-      continue;
-    }
-    device_.unpin(task);
-    if (entry->state == EntryState::loading) {
-      device_.fail(task);
-    }
-  }
 }
 
 // The distinct tasks of the requests, in call order; requests that cannot be served get their
 // error.
-std::vector<TaskId> PeftCacheManager::resolve_batch(std::span<const RequestId> requests,
-                                                    BatchLease& lease) {
-  std::vector<TaskId> tasks;
-  std::set<TaskId> seen;
+void PeftCacheManager::resolve_batch(std::span<const RequestId> requests, BatchLease& lease) {
   for (const RequestId request : requests) {
+    if (const TaskOwners::Failure* failure = owners_.failure_of(request)) {
+      lease.add_error(request, failure->error);
+      continue;
+    }
     const std::optional<TaskId> task = owners_.task_of(request);
-    const bool active = task && owners_.sets_of(*task)->active.contains(request);
-    if (!active) {
+    if (!task || !owners_.is_active(request)) {
       lease.add_error(request, std::make_exception_ptr(InvalidArgumentError(
                                    "request " + std::to_string(request.value) +
                                    (task ? " is paused" : " was never added") +
                                    ": call add_request_peft before ensure_batch")));
-    } else if (seen.insert(*task).second) {
-      tasks.push_back(*task);
+      continue;
+    }
+    TaskRecord& record = records_.at(*task);
+    if (record.batch != batch_number_) {
+      record.batch = batch_number_;
+      batch_.push_back({*task, false, false});
     }
   }
-  return tasks;
 }
 
 // Pins what is there and claims pages for the rest: all of it or, with an error, nothing.
-void PeftCacheManager::claim_batch(const std::vector<TaskId>& tasks, bool reset_device_cache) {
+void PeftCacheManager::claim_batch(bool reset_device_cache) {
   std::size_t needed = 0;
   std::size_t kept = 0;
-  for (const TaskId task : tasks) {
-    const LoraCache::Entry* entry = device_.find(task);
-    needed += entry == nullptr ? records_.at(task).layout->num_pages() : 0;
+  for (const BatchTask& item : batch_) {
+    const LoraCache::Entry* entry = device_.find(item.task);
+    needed += entry == nullptr ? records_.at(item.task).layout->num_pages() : 0;
     kept += entry != nullptr && entry->pins == 0 ? entry->pages.size() : 0;
   }
   if (const std::optional<Shortage> shortage = device_.shortage(needed, kept)) {
@@ -112,68 +75,208 @@ void PeftCacheManager::claim_batch(const std::vector<TaskId>& tasks, bool reset_
   if (reset_device_cache) {
     device_.demote_all();
   }
-  for (const TaskId task : tasks) {
-    if (device_.is_resident(task)) {
+  pin_present_tasks();
+  make_room(Tier::device, needed);
+  for (BatchTask& item : batch_) {
+    if (item.is_pinned) {
+      device_.use(item.task, ++uses_);
+      continue;
+    }
+    ++stats_.device.misses;
+    TaskRecord& record = records_.at(item.task);
+    claim_on_device(item.task, record);
+    device_.pin(item.task);
+    item.is_pinned = item.is_claimed = true;
+    start_device_fill(item.task, record);
+  }
+}
+
+void PeftCacheManager::pin_present_tasks() {
+  for (BatchTask& item : batch_) {
+    if (device_.find(item.task) != nullptr) {
       ++stats_.device.hits;
-      device_.pin(task);
-      device_.set_class(task, class_of(task));
-    }
-  }
-  make_room(device_, needed);
-  for (const TaskId task : tasks) {
-    if (device_.is_resident(task)) {
-      device_.use(task, ++uses_);
-    } else {
-      ++stats_.device.misses;
-      device_.claim(task, records_.at(task).layout->num_pages(), ++uses_);
-      device_.pin(task);
+      device_.pin(item.task);
+      item.is_pinned = true;
+      update_class(item.task);
     }
   }
 }
 
-void PeftCacheManager::copy_to_device(TaskId task) {
-  const internal::Stopwatch stopwatch(stats_.device.load_seconds);
-  try {
-    device_.pool().device().copy_from_host(
-        internal::page_runs(pages_of(host_, task), pages_of(device_, task)));
-  } catch (...) {
-    device_.unpin(task);
-    device_.fail(task);
-    ++stats_.failed_loads;
-    throw;
-  }
-  device_.set_class(task, class_of(task));
-  device_.publish(task);
-  stats_.device.bytes_loaded += records_.at(task).layout->payload_bytes();
+// Whether the task's device copy is there, or will not be.
+bool PeftCacheManager::is_settled(TaskId task) const {
+  const LoraCache::Entry* entry = device_.find(task);
+  return entry == nullptr || entry->state == EntryState::resident;
 }
 
-void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& tasks) noexcept {
+// Lets the loads of the batch take effect as they end, and of no other task: what else has ended
+// waits for poll().
+void PeftCacheManager::wait_for_batch(Lock& lock) {
+  const auto is_settled_task = [this](const BatchTask& item) { return is_settled(item.task); };
+  if (std::ranges::all_of(batch_, is_settled_task)) {
+    return;
+  }
+  const Clock::Time deadline = clock_->now() + options_.load_timeout;
+  for (;;) {
+    expire_loads();
+    for (const auto& job : take_finished([this](const internal::FillJob& candidate) {
+           return records_.at(candidate.task()).batch == batch_number_;
+         })) {
+      apply(*job, job->error());
+    }
+    check_open();  // it may have been closed meanwhile
+    if (std::ranges::all_of(batch_, is_settled_task)) {
+      return;
+    }
+    if (clock_->now() >= deadline) {
+      give_back_unsettled(std::make_exception_ptr(
+          AdapterLoadTimeout(std::chrono::duration<double>(options_.load_timeout).count())));
+      return;
+    }
+    wait_for_change(lock, deadline);
+  }
+}
+
+// Copies that did not come in time: those that this batch claimed are given up, prefetched ones go
+// on.
+void PeftCacheManager::give_back_unsettled(const std::exception_ptr& error) {
+  for (BatchTask& item : batch_) {
+    if (is_settled(item.task)) {
+      continue;
+    }
+    records_.at(item.task).copy_error = error;
+    device_.unpin(item.task);
+    item.is_pinned = false;
+    if (item.is_claimed) {
+      give_up_copy(Tier::device, item.task);
+    }
+  }
+}
+
+std::exception_ptr PeftCacheManager::error_of(RequestId request) const {
+  if (const TaskOwners::Failure* failure = owners_.failure_of(request)) {
+    return failure->error;
+  }
+  const std::optional<TaskId> task = owners_.task_of(request);
+  if (task && records_.at(*task).copy_error != nullptr) {
+    return records_.at(*task).copy_error;
+  }
+  return std::make_exception_ptr(
+      InvalidArgumentError("request " + std::to_string(request.value) +
+                           " was marked done, or lost its adapter, while its batch was ensured"));
+}
+
+// Tasks whose copy is not there are left out, and their requests get the error.
+void PeftCacheManager::fill_lease(std::span<const RequestId> requests, BatchLease& lease) {
+  for (BatchTask& item : batch_) {
+    if (!item.is_pinned || !device_.is_resident(item.task)) {
+      item.is_pinned = false;  // the pin went with the entry
+      continue;
+    }
+    TaskRecord& record = records_.at(item.task);
+    lease.add_task({item.task, pages_of(device_, item.task, record), record.layout});
+    record.lease_position = lease.tasks().size() - 1;
+    item.is_pinned = false;  // from here on it is the lease's
+    ++leased_pins_;
+  }
+  for (const RequestId request : requests) {
+    const std::optional<TaskId> task = owners_.task_of(request);
+    if (lease.errors().contains(request)) {
+      continue;
+    }
+    if (!task || owners_.failure_of(request) != nullptr || !is_leased_by(lease, *task)) {
+      lease.add_error(request, error_of(request));
+      continue;
+    }
+    lease.add_request(request, records_.at(*task).lease_position);
+    if (owners_.start(request)) {
+      update_class(*task);
+    }
+  }
+  lease.sort_requests();
+}
+
+bool PeftCacheManager::is_leased_by(const BatchLease& lease, TaskId task) const {
+  const std::size_t position = records_.at(task).lease_position;
+  return position < lease.tasks().size() && lease.tasks()[position].task == task;
+}
+
+// Takes back the pins that no lease holds, and the claims.
+void PeftCacheManager::undo_batch() noexcept {
+  for (BatchTask& item : batch_) {
+    if (!std::exchange(item.is_pinned, false) || device_.find(item.task) == nullptr) {
+      continue;
+    }
+    device_.unpin(item.task);
+    if (item.is_claimed && device_.find(item.task)->state == EntryState::loading) {
+      give_up_copy(Tier::device, item.task);
+    }
+  }
+}
+
+void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& tasks,
+                                     void* stream) noexcept {
   const std::scoped_lock lock(mutex_);
+  const std::shared_ptr<const PageUse> reads = device_.pool().device()->launched_work(stream);
   for (const BatchLease::LeasedTask& leased : tasks) {
+    if (reads != nullptr) {
+      device_.add_page_use(leased.task, reads);
+    }
     device_.unpin(leased.task);
     --leased_pins_;
   }
-  lease_released_.notify_all();
+  --num_open_leases_;
+  board_->changed.notify_all();
+}
+
+// With one batch in flight the previous lease ends here; with more, there must be room for one.
+PeftCacheManager::Lock PeftCacheManager::lock_for_batch(void* stream) {
+  if (options_.max_inflight_batches == 1) {
+    return lock_without_lease(stream);
+  }
+  Lock lock(mutex_);
+  std::erase_if(open_leases_, [](const auto& lease) { return lease.expired(); });
+  if (num_open_leases_ >= options_.max_inflight_batches) {
+    throw InvalidArgumentError(std::to_string(num_open_leases_) +
+                               " batch leases are open and max_inflight_batches is " +
+                               std::to_string(options_.max_inflight_batches) +
+                               ": close one before the next batch, or raise it");
+  }
+  return lock;
 }
 
 // Locks the manager at a moment when no lease holds a pin. A lease that is just being closed or
 // destroyed by another thread is waited for; that thread needs nothing but this lock.
-std::unique_lock<std::mutex> PeftCacheManager::lock_without_lease() {
+PeftCacheManager::Lock PeftCacheManager::lock_without_lease(void* stream) {
   for (;;) {
-    std::shared_ptr<BatchLease> lease;  // outlives the lock: its destructor may take it
-    std::unique_lock lock(mutex_);
-    lease = open_lease_.lock();
-    open_lease_.reset();
-    if (lease == nullptr && leased_pins_ == 0) {
-      return lock;
+    std::shared_ptr<BatchLease> lease;  // outlives the lock: its end may take it
+    Lock lock(mutex_);
+    while (lease == nullptr && !open_leases_.empty()) {
+      lease = open_leases_.back().lock();
+      open_leases_.pop_back();
     }
-    if (lease == nullptr) {
-      lease_released_.wait(lock);  // then look again: somebody may have opened another one
+    if (lease != nullptr) {
+      lock.unlock();
+      lease->close(stream);
       continue;
     }
-    lock.unlock();
-    lease->close();
+    if (num_open_leases_ == 0) {
+      return lock;
+    }
+    board_->changed.wait(lock);  // then look again: somebody may have opened another one
   }
+}
+
+std::vector<TaskId> PeftCacheManager::open_lease_tasks() const {
+  const std::scoped_lock lock(mutex_);
+  std::vector<TaskId> tasks;
+  if (num_open_leases_ != 0) {
+    for (const auto& [task, entry] : device_.entries()) {
+      if (entry.pins != 0) {
+        tasks.push_back(task);
+      }
+    }
+  }
+  return tasks;
 }
 
 }  // namespace pagedlora

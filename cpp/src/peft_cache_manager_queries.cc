@@ -1,9 +1,12 @@
 // What PeftCacheManager tells about itself, and what it checks.
+#include <algorithm>
+#include <atomic>
 #include <bit>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "internal/load_jobs.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/peft_cache_manager.h"
 
@@ -68,11 +71,34 @@ std::size_t PeftCacheManager::num_pages_of(const AdapterPlan& plan) {
 
 void PeftCacheManager::read_task(
     TaskId task, Tier tier, const std::function<void(const TaskPages&, const AdapterPlan&)>& read) {
-  const std::scoped_lock lock(mutex_);
-  if (!cache_of(tier).is_resident(task)) {
-    throw PeftTaskNotCachedError(task, cache_of(tier).tier());
+  // Stays with the pages while they are read, even if their task is evicted meanwhile.
+  struct Reading final : PageUse {
+    bool is_over() const override { return over; }
+    std::atomic<bool> over{false};
+  };
+  const auto reading = std::make_shared<Reading>();
+  std::shared_ptr<const AdapterPlan> plan;
+  std::optional<internal::OwnTaskPages> pages;
+  {
+    const std::scoped_lock lock(mutex_);
+    LoraCache& cache = cache_of(tier);
+    if (!cache.is_resident(task)) {
+      throw PeftTaskNotCachedError(task, cache.tier());
+    }
+    const TaskRecord& record = records_.at(task);
+    plan = record.plan;
+    pages.emplace(pages_of(cache, task, record), record.layout, cache.pool().arena());
+    cache.add_page_use(task, reading);
   }
-  read(pages_of(cache_of(tier), task), *records_.at(task).plan);
+  TaskPages view = pages->view();
+  view.scales = plan->scales().data();
+  try {
+    read(view, *plan);
+  } catch (...) {
+    reading->over = true;
+    throw;
+  }
+  reading->over = true;
 }
 
 void PeftCacheManager::evict_unowned(Tier tier) {
@@ -83,8 +109,11 @@ void PeftCacheManager::evict_unowned(Tier tier) {
       victims.push_back(task);
     }
   }
+  std::ranges::sort(victims);  // the order in which they are told of
   for (const TaskId task : victims) {
-    cache_of(tier).evict(task);
+    if (cache_of(tier).find(task) != nullptr) {
+      give_up_copy(tier, task);
+    }
     forget_if_gone(task);
   }
 }
@@ -113,50 +142,99 @@ PeftCacheStats PeftCacheManager::stats() const {
   return stats_;
 }
 
-void PeftCacheManager::close() {
-  const std::unique_lock lock = lock_without_lease();
-  closed_ = true;
+IterationStats PeftCacheManager::get_and_reset_iteration_stats() {
+  const std::scoped_lock lock(mutex_);
+  IterationStats stats = std::exchange(iteration_, {});
+  stats.device_pages_total = device_.pool().num_pages();
+  stats.device_pages_available = device_.pool().num_free();
+  stats.host_pages_total = host_.pool().num_pages();
+  stats.host_pages_available = host_.pool().num_free();
+  for (const auto& [task, entry] : device_.entries()) {
+    ++(owners_.has_active(task) ? stats.device_tasks_in_progress : stats.device_tasks_done);
+  }
+  for (const auto& [task, sets] : owners_.by_task()) {
+    stats.active_tasks += sets.active.empty() ? 0U : 1U;
+    stats.paused_tasks += sets.paused.empty() ? 0U : 1U;
+  }
+  return stats;
 }
+
+namespace {
+
+void require(bool holds, TaskId task, const char* what) {
+  if (!holds) {
+    throw std::logic_error("task " + std::to_string(task.value) + " " + what);
+  }
+}
+
+}  // namespace
 
 void PeftCacheManager::check_invariants() const {
   const std::scoped_lock lock(mutex_);
   owners_.check_invariants();
   host_.check_invariants();
   device_.check_invariants();
-  const auto require = [](bool holds, TaskId task, const char* what) {
-    if (!holds) {
-      throw std::logic_error("task " + std::to_string(task.value) + " " + what);
-    }
-  };
+  check_host_pins();
+  check_device_pins();
+  check_records();
+}
+
+void PeftCacheManager::check_host_pins() const {
+  std::size_t user_pinned = 0;
   for (const auto& [task, sets] : owners_.by_task()) {
-    const LoraCache::Entry* host = host_.find(task);
-    require(host != nullptr && host->state == EntryState::resident && host->pins == 1, task,
-            "has owners but is not resident in the host tier with one pin");
+    require(host_.find(task) != nullptr, task, "has owners but is not in the host tier");
   }
   for (const auto& [task, entry] : host_.entries()) {
-    require(entry.state == EntryState::resident, task, "is loading although no load runs");
-    require(owners_.has_any(task) || entry.pins == 0, task,
-            "is pinned in the host tier without owners");
+    const TaskRecord& record = records_.at(task);
+    const unsigned pins = (owners_.has_any(task) ? 1U : 0U) + (record.user_pins != 0 ? 1U : 0U);
+    require(entry.pins == pins, task, "has other pins in the host tier than its owners explain");
+    require((entry.state == EntryState::loading) == (record.host_job != nullptr), task,
+            "is loading into the host tier without a load, or has a load without loading");
+    user_pinned += record.user_pins != 0 ? entry.pages.size() : 0;
   }
+  if (user_pinned != user_pinned_pages_) {
+    throw std::logic_error("the pages that users pinned are miscounted");
+  }
+}
+
+void PeftCacheManager::check_device_pins() const {
   std::size_t device_pins = 0;
   for (const auto& [task, entry] : device_.entries()) {
+    const TaskRecord& record = records_.at(task);
     device_pins += entry.pins;
-    require(entry.pins <= 1, task, "is pinned in the device tier by more than one lease");
-    require(entry.state == EntryState::resident, task, "is loading although no load runs");
-    require(
-        entry.eviction_class == class_of(task) || entry.eviction_class == EvictionClass::unowned,
-        task, "is in an eviction class that its owners do not explain");
+    const bool is_loading = entry.state == EntryState::loading;
+    require(is_loading || record.device_job == nullptr, task,
+            "is resident in the device tier although a copy runs");
+    require(!is_loading || record.device_job != nullptr || record.host_job != nullptr, task,
+            "is loading into the device tier from nowhere");
   }
-  if (device_pins != leased_pins_) {
-    throw std::logic_error("leases hold " + std::to_string(leased_pins_) + " device pins, but " +
-                           std::to_string(device_pins) + " are counted");
+  // Those of the batch that is being ensured, but for entries that failed meanwhile.
+  const auto pending = std::ranges::count_if(batch_, [this](const BatchTask& item) {
+    const LoraCache::Entry* entry = device_.find(item.task);
+    return item.is_pinned && entry != nullptr && entry->pins != 0;
+  });
+  if (device_pins != leased_pins_ + static_cast<std::size_t>(pending)) {
+    throw std::logic_error("leases hold " + std::to_string(leased_pins_) + " device pins, " +
+                           std::to_string(pending) + " are a batch's to be, but " +
+                           std::to_string(device_pins) + " are there");
   }
+}
+
+void PeftCacheManager::check_records() const {
   for (const auto& [task, record] : records_) {
     const bool gone = host_.find(task) == nullptr && device_.find(task) == nullptr;
     require(gone == (record.layout == nullptr), task,
             "keeps a layout while in no tier, or has none");
     require(record.plan->source() != nullptr || !gone || owners_.has_any(task), task,
             "is remembered although nothing can bring it back");
+    require(host_.find(task) != nullptr || (record.host_job == nullptr && record.user_pins == 0),
+            task, "is loaded or pinned without being in the host tier");
+    require(device_.find(task) != nullptr || record.device_job == nullptr, task,
+            "is copied to the device without being there");
+  }
+  for (std::size_t position = 0; position < window_.size(); ++position) {
+    require(records_.contains(window_[position]), window_[position],
+            "is unknown but in the prefetch window");
   }
 }
 

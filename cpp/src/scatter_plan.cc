@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "internal/checksum.h"
 #include "pagedlora/copy_2d.h"
 #include "pagedlora/errors.h"
 
@@ -15,19 +16,35 @@ constexpr std::uint64_t kMaxGapBytes = 4096;
 // Rows of a B matrix that stay in the L1 cache while every block takes its columns.
 constexpr std::size_t kTileBytes = 32U << 10;
 
+class FixedTargets final : public ScatterTargets {
+ public:
+  FixedTargets(const TaskPages& target, const TaskPages* second)
+      : target_(target), second_(second) {}
+
+  Access open() override { return {{}, &target_, second_}; }
+
+ private:
+  const TaskPages& target_;
+  const TaskPages* second_;
+};
+
 }  // namespace
 
 // The copies of one segment, listed before they are executed together.
 class ScatterPlan::Copies {
  public:
-  Copies(Dtype cache_dtype, const std::byte* chunk, const TaskPages& first, const TaskPages* second)
-      : cache_dtype_(cache_dtype), chunk_(chunk), first_(first), second_(second) {}
+  Copies(Dtype cache_dtype, const std::byte* chunk) : cache_dtype_(cache_dtype), chunk_(chunk) {}
+
+  void aim_at(const ScatterTargets::Access& access) {
+    target_ = access.target;
+    second_ = access.second;
+  }
 
   // From `at` in the chunk to the place that starts `element` elements into the part.
   void add(std::size_t at, std::size_t source_stride_bytes, const Part& part, std::size_t element,
            std::size_t rows, std::size_t columns) {
     const std::size_t offset = element * element_bytes(cache_dtype_);
-    copies_.push_back({chunk_ + at, source_stride_bytes, first_.address(part.at) + offset,
+    copies_.push_back({chunk_ + at, source_stride_bytes, target_->address(part.at) + offset,
                        second_ == nullptr ? nullptr : second_->address(part.at) + offset, rows,
                        columns});
   }
@@ -42,8 +59,8 @@ class ScatterPlan::Copies {
  private:
   Dtype cache_dtype_;
   const std::byte* chunk_;
-  const TaskPages& first_;
-  const TaskPages* second_;
+  const TaskPages* target_ = nullptr;
+  const TaskPages* second_ = nullptr;
   std::vector<Copy2d> copies_;
 };
 
@@ -130,24 +147,43 @@ ScatterPlan::ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan,
   std::ranges::sort(matrices_, {}, &Matrix::offset);
 }
 
-void ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
-                          const TaskPages& target, const TaskPages* second) const {
+std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
+                                   std::span<std::byte> chunk, ScatterTargets& targets,
+                                   std::size_t max_chunks) const {
   if (chunk.size() < kMinChunkBytes) {
     throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
   }
-  Copies copies(cache_dtype, chunk.data(), target, second);
+  internal::Checksum checksum;
+  Copies copies(cache_dtype, chunk.data());
   WindowBuilder windows(matrices_, chunk.size());
-  for (Window window; windows.next(window);) {
-    reader.read(window.offset, chunk.first(window.bytes));
-    for (const Segment& segment : window.segments) {
-      if (segment.matrix->is_b) {
-        list_b(segment, copies);
-      } else {
-        list_a(segment, copies);
-      }
-      if (!copies.execute(segment.matrix->dtype)) {
-        refuse_overflow(*segment.matrix);
-      }
+  Window window;
+  for (std::size_t i = 0; i < max_chunks && windows.next(window); ++i) {
+    const std::span<std::byte> bytes = chunk.first(window.bytes);
+    reader.read(window.offset, bytes);
+    checksum.update(bytes);
+    const ScatterTargets::Access access = targets.open();
+    copies.aim_at(access);
+    write(window, copies);
+  }
+  return checksum.value();
+}
+
+std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
+                                   std::span<std::byte> chunk, const TaskPages& target,
+                                   const TaskPages* second) const {
+  FixedTargets targets(target, second);
+  return execute(reader, cache_dtype, chunk, targets);
+}
+
+void ScatterPlan::write(const Window& window, Copies& copies) const {
+  for (const Segment& segment : window.segments) {
+    if (segment.matrix->is_b) {
+      list_b(segment, copies);
+    } else {
+      list_a(segment, copies);
+    }
+    if (!copies.execute(segment.matrix->dtype)) {
+      refuse_overflow(*segment.matrix);
     }
   }
 }

@@ -9,8 +9,16 @@
 namespace pagedlora {
 
 std::optional<TaskId> TaskOwners::task_of(RequestId request) const {
-  const auto found = task_by_request_.find(request);
-  return found == task_by_request_.end() ? std::nullopt : std::optional(found->second);
+  if (const auto found = lives_.find(request); found != lives_.end()) {
+    return found->second.task;
+  }
+  const Failure* failure = failure_of(request);
+  return failure == nullptr ? std::nullopt : std::optional(failure->task);
+}
+
+const TaskOwners::Failure* TaskOwners::failure_of(RequestId request) const {
+  const auto found = failures_.find(request);
+  return found == failures_.end() ? nullptr : &found->second;
 }
 
 const TaskOwners::Sets* TaskOwners::sets_of(TaskId task) const {
@@ -23,6 +31,11 @@ bool TaskOwners::has_active(TaskId task) const {
   return sets != nullptr && !sets->active.empty();
 }
 
+bool TaskOwners::is_active(RequestId request) const {
+  const auto found = lives_.find(request);
+  return found != lives_.end() && !found->second.is_paused;
+}
+
 void TaskOwners::check_add(RequestId request, TaskId task) const {
   const std::optional<TaskId> current = task_of(request);
   if (current && *current != task) {
@@ -33,26 +46,43 @@ void TaskOwners::check_add(RequestId request, TaskId task) const {
   }
 }
 
-TaskOwners::Added TaskOwners::add(RequestId request, TaskId task) {
+TaskOwners::Added TaskOwners::add(RequestId request, TaskId task, bool started) {
   check_add(request, task);
-  const auto known = by_task_.find(task);
-  if (known != by_task_.end() && known->second.active.contains(request)) {
+  if (failures_.contains(request)) {
     return Added::already;
   }
-  if (known != by_task_.end() && known->second.paused.contains(request)) {
-    known->second.active.insert(known->second.paused.extract(request));
+  if (const auto found = lives_.find(request); found != lives_.end()) {
+    if (!found->second.is_paused) {
+      return Added::already;
+    }
+    Sets& sets = by_task_.at(task);
+    sets.active.insert(sets.paused.extract(request));
+    ++sets.num_started;
+    found->second.is_paused = false;
     return Added::resumed;
   }
-  Sets& sets = by_task_[task];
+  const auto [sets, is_new] = by_task_.try_emplace(task);
   try {
-    sets.active.insert(request);
-    task_by_request_.emplace(request, task);
+    sets->second.active.insert(request);
+    lives_.emplace(request, Life{task, started, false});
   } catch (...) {  // out of memory
-    sets.active.erase(request);
+    sets->second.active.erase(request);
     drop_if_empty(task);
     throw;
   }
+  sets->second.num_started += started ? 1U : 0U;
+  sets->second.owned_since = is_new ? ++adds_ : sets->second.owned_since;
   return Added::newly;
+}
+
+bool TaskOwners::start(RequestId request) {
+  const auto found = lives_.find(request);
+  if (found == lives_.end() || found->second.is_paused || found->second.started) {
+    return false;
+  }
+  found->second.started = true;
+  ++by_task_.at(found->second.task).num_started;
+  return true;
 }
 
 void TaskOwners::drop_if_empty(TaskId task) {
@@ -63,30 +93,71 @@ void TaskOwners::drop_if_empty(TaskId task) {
 }
 
 std::optional<TaskId> TaskOwners::pause(RequestId request) {
-  const std::optional<TaskId> task = task_of(request);
-  if (!task) {
+  const auto found = lives_.find(request);
+  if (found == lives_.end() || found->second.is_paused) {
     return std::nullopt;
   }
-  Sets& sets = by_task_.at(*task);
-  auto node = sets.active.extract(request);
-  if (node.empty()) {
-    return std::nullopt;
-  }
-  sets.paused.insert(std::move(node));
-  return task;
+  Life& life = found->second;
+  Sets& sets = by_task_.at(life.task);
+  sets.paused.insert(sets.active.extract(request));
+  sets.num_started -= life.started ? 1U : 0U;
+  life.started = true;
+  life.is_paused = true;
+  return life.task;
 }
 
 std::optional<TaskId> TaskOwners::done(RequestId request) {
-  const std::optional<TaskId> task = task_of(request);
-  if (!task) {
+  failures_.erase(request);
+  const auto found = lives_.find(request);
+  if (found == lives_.end()) {
     return std::nullopt;
   }
-  Sets& sets = by_task_[*task];
-  sets.active.erase(request);
-  sets.paused.erase(request);
-  drop_if_empty(*task);
-  task_by_request_.erase(request);
-  return task;
+  const Life life = found->second;
+  lives_.erase(found);
+  Sets& sets = by_task_.at(life.task);
+  if (life.is_paused) {
+    sets.paused.erase(request);
+  } else {
+    sets.active.erase(request);
+    sets.num_started -= life.started ? 1U : 0U;
+  }
+  drop_if_empty(life.task);
+  return life.task;
+}
+
+void TaskOwners::fail(TaskId task, const std::exception_ptr& error) {
+  const auto found = by_task_.find(task);
+  if (found == by_task_.end()) {
+    return;
+  }
+  for (const std::set<RequestId>* owners : {&found->second.active, &found->second.paused}) {
+    for (const RequestId request : *owners) {
+      failures_.insert_or_assign(request, Failure{task, error});
+      lives_.erase(request);
+    }
+  }
+  by_task_.erase(found);
+}
+
+void TaskOwners::revoke(TaskId task) {
+  const auto found = by_task_.find(task);
+  if (found == by_task_.end() || !found->second.is_revocable()) {
+    throw std::logic_error("task " + std::to_string(task.value) +
+                           " has no owners, or some that cannot be revoked");
+  }
+  for (const RequestId request : found->second.active) {
+    lives_.erase(request);
+  }
+  by_task_.erase(found);
+}
+
+void TaskOwners::check_life(TaskId task, RequestId request, bool is_paused) const {
+  const auto found = lives_.find(request);
+  if (found == lives_.end() || found->second.task != task || found->second.is_paused != is_paused ||
+      failures_.contains(request)) {
+    throw std::logic_error("request " + std::to_string(request.value) +
+                           " owns two tasks, is in two sets, or is remembered for another");
+  }
 }
 
 void TaskOwners::check_invariants() const {
@@ -96,16 +167,20 @@ void TaskOwners::check_invariants() const {
       throw std::logic_error("task " + std::to_string(task.value) + " keeps empty owner sets");
     }
     num_requests += sets.active.size() + sets.paused.size();
-    for (const std::set<RequestId>* owners : {&sets.active, &sets.paused}) {
-      for (const RequestId request : *owners) {
-        if (task_of(request) != task) {
-          throw std::logic_error("request " + std::to_string(request.value) +
-                                 " owns two tasks or is remembered for another");
-        }
-      }
+    std::size_t num_started = 0;
+    for (const RequestId request : sets.active) {
+      check_life(task, request, false);
+      num_started += lives_.at(request).started ? 1U : 0U;
+    }
+    for (const RequestId request : sets.paused) {
+      check_life(task, request, true);
+    }
+    if (num_started != sets.num_started) {
+      throw std::logic_error("task " + std::to_string(task.value) +
+                             " miscounts its started requests");
     }
   }
-  if (num_requests != task_by_request_.size()) {
+  if (num_requests != lives_.size()) {
     throw std::logic_error("a request is in two owner sets, or remembered without owning");
   }
 }

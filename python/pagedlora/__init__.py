@@ -7,6 +7,8 @@ from pagedlora.adapter_weights import AdapterWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.errors import (
     AdapterFormatError,
+    AdapterInUseError,
+    AdapterLoadTimeout,
     AdapterNotFoundError,
     AdapterReadError,
     AdapterSourceChangedError,
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AdapterFormatError",
+    "AdapterInUseError",
     "AdapterInfo",
+    "AdapterLoadTimeout",
     "AdapterNotFoundError",
     "AdapterReadError",
     "AdapterReport",

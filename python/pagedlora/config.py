@@ -17,6 +17,7 @@ DEFAULT_MAX_LORA_RANK = 64
 DEFAULT_DEVICE_CACHE_PERCENT = 0.02
 
 _Count: TypeAlias = Annotated[int, Field(ge=1)]
+_Workers: TypeAlias = Annotated[int, Field(ge=1, le=256)]
 _CountOrZero: TypeAlias = Annotated[int, Field(ge=0)]
 
 
@@ -97,7 +98,13 @@ class PeftCacheConfig(_Config):
             together with `max_part_size`.
         max_part_size: Most bytes of a matrix that lie in one piece; "auto" is what the search
             found, or the whole page where `page_size` is given.
-        eviction_policy: "lru".
+        eviction_policy: "lru", least recently used first; or "lrfu", fewest recent uses first,
+            which keeps popular adapters through a stream of one-time ones.
+        num_put_workers: Threads that read adapters into the host tier.
+        num_ensure_workers: Threads that copy between the tiers.
+        max_inflight_batches: Leases that may be open together. With one, the next batch closes
+            the previous lease.
+        load_timeout_s: Seconds that one read or copy may take, from when a thread begins it.
         num_host_module_layer: Budget of the host tier in module layers, instead of
             `host_cache_size`: one is the bytes of one rank of the model's largest module. 0: not
             given.
@@ -118,7 +125,11 @@ class PeftCacheConfig(_Config):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     page_size: Literal["auto"] | _Size = "auto"
     max_part_size: Literal["auto"] | _Size = "auto"
-    eviction_policy: Literal["lru"] = "lru"
+    eviction_policy: Literal["lru", "lrfu"] = "lru"
+    num_put_workers: _Workers = 4
+    num_ensure_workers: _Workers = 2
+    max_inflight_batches: _Count = 1
+    load_timeout_s: Annotated[float, Field(gt=0.0, le=1e9)] = 60.0
     num_host_module_layer: _CountOrZero = 0
     num_device_module_layer: _CountOrZero = 0
     max_adapter_size: _Count | None = None

@@ -146,6 +146,32 @@ class AdapterReadError(PagedLoraError, OSError):
     path: str
 
 
+class AdapterLoadTimeout(PagedLoraError, TimeoutError):  # noqa: N818 - the public name
+    """A source or a device did not answer in time; asking again starts the load anew.
+
+    Attributes:
+        limit_seconds: The limit, `PeftCacheConfig.load_timeout_s`.
+        stuck_readers: How many earlier loads block every worker; 0 if this load was begun.
+    """
+
+    code = "adapter_load_timeout"
+    limit_seconds: float
+    stuck_readers: int
+
+
+class AdapterInUseError(PagedLoraError, RuntimeError):
+    """An adapter cannot be unloaded or replaced while somebody uses it.
+
+    Attributes:
+        task_id: Its task in the caches.
+        num_owners: Requests that own it, active and paused.
+    """
+
+    code = "adapter_in_use"
+    task_id: int
+    num_owners: int
+
+
 class RequestConflictError(PagedLoraError, ValueError):
     """A live request was added again for another task or with other weights."""
 

@@ -1,13 +1,14 @@
 """The two-tier cache of adapters, driven by what happens to requests.
 
-An engine calls `add_request_peft` when a request enters, `ensure_batch` before each step,
-`BatchLease.close` after it, and `mark_request_done` when a request is suspended or ends. Which
+In each step an engine calls `poll`, so that finished loads take effect; `add_request_peft` for
+requests that enter; `prefetch` with those that wait; `ensure_batch` before the forward and
+`BatchLease.close` after it; and `mark_request_done` when a request is suspended or ends. Which
 copies may be evicted follows from the owner sets; see docs/states.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pagedlora import _core
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from pagedlora.adapter_weights import AdapterWeights
 
 Tier = Literal["host", "device"]
+AdapterState = Literal["waiting", "loading", "ready", "failed"]
+
+# (task id, tier, whether it was loaded) of loads that ended here, to those that ended everywhere.
+LoadOutcome = tuple[int, str, bool]
+Agree = Callable[[list[LoadOutcome]], list[LoadOutcome]]
 
 
 class PeftRequest(Protocol):
@@ -43,22 +49,25 @@ class PeftRequest(Protocol):
 class PeftCacheManager:
     """Keeps adapters in a host and a device tier of fixed size, and knows who uses them.
 
-    Thread-safe. Loads happen inside the call and release the GIL. A call that raises has changed
-    neither owners nor residency, but for victims that a failed load had already displaced.
+    Thread-safe. Workers read and copy without the GIL, and calls that wait release it. A call that
+    raises has changed neither owners nor residency.
     """
 
     def __init__(
         self,
         model_config: _core.LoraModelConfig,
         config: PeftCacheConfig | None = None,
-        device: str = "cpu",
+        device: str | _core.Device = "cpu",
+        *,
+        clock: _core.Clock | None = None,
     ) -> None:
         """Allocates both tiers.
 
         Args:
             model_config: The modules, their sizes and the dtype of the pages.
             config: Budgets; page counts round down, so that a tier never exceeds its own.
-            device: "cpu".
+            device: "cpu", or a device made for tests.
+            clock: Decides when loads take too long; None: the system's monotonic clock.
 
         Raises:
             InvalidArgumentError: Another device, a budget that holds no page, a tier that cannot
@@ -66,7 +75,8 @@ class PeftCacheManager:
                 is not the model configuration's.
             OutOfMemoryError: The system does not have that much memory.
         """
-        if str(device) != "cpu":
+        core_device = device if isinstance(device, _core.Device) else None
+        if core_device is None and str(device) != "cpu":
             raise InvalidArgumentError(f"device is {device!r}: only 'cpu' is supported")
         config = config or PeftCacheConfig()
         _check_agreement(config, model_config)
@@ -79,7 +89,14 @@ class PeftCacheManager:
             page_bytes=0 if config.page_size == "auto" else config.page_size,
             max_part_bytes=config.max_part_bytes,
             eviction_policy=config.eviction_policy,
+            num_put_workers=config.num_put_workers,
+            num_ensure_workers=config.num_ensure_workers,
+            max_inflight_batches=config.max_inflight_batches,
+            load_timeout_s=config.load_timeout_s,
+            clock=clock,
+            device=core_device,
         )
+        self._load_timeout_s = config.load_timeout_s
         check_max_adapter(config, model_config, self._core)
 
     @property
@@ -93,27 +110,122 @@ class PeftCacheManager:
         return self._model_config
 
     def add_request_peft(self, request: PeftRequest, try_gpu_cache: bool = True) -> None:
-        """Makes the request an owner of its task and brings the task into the host tier.
+        """Makes the request an owner of its task and starts to load the task into the host tier.
+
+        The load takes effect in `poll`, `wait_idle` or the `ensure_batch` of the request; until
+        then `adapter_state` is "loading". If it fails, it is "failed" until the request is marked
+        done, with the error in `adapter_error` and in the `errors` of a lease.
 
         Args:
-            request: Without a task: nothing happens. Idempotent for a live request.
-            try_gpu_cache: Accepted for callers of TensorRT-LLM; `ensure_batch` fills the device.
+            request: Without a task: nothing happens. Idempotent for a live request. One with a true
+                `has_started` may take the place of owners that have not started: they wait again.
+            try_gpu_cache: Accepted for callers of TensorRT-LLM; `prefetch` and `ensure_batch` fill
+                the device.
 
         Raises:
             PeftTaskNotCachedError: The task is unknown, or was evicted, and the request carries
                 no weights.
             RequestConflictError: The request lives with another task, or brings other weights
                 than those of the live task.
-            AdapterTooLargeError: The adapter can never fit a tier.
+            AdapterTooLargeError: The adapter can never fit a tier beside what is pinned.
             LoraCacheFullError: Owned adapters fill the host tier; the request can wait.
-            AdapterFormatError: And the other errors of reading the source.
         """
         del try_gpu_cache
         if request.lora_task_id is None:
             return
         weights: AdapterWeights | None = request.lora_weights
         carried = None if weights is None else weights.carried(self._model_config)
-        self._core.add_request_peft(request.request_id, request.lora_task_id, carried)
+        started = bool(getattr(request, "has_started", False))
+        self._core.add_request_peft(request.request_id, request.lora_task_id, carried, started)
+
+    def adapter_state(self, request: PeftRequest) -> AdapterState:
+        """What the request's adapter is to its next batch.
+
+        Returns:
+            "ready" if it is resident in either tier, or the request has none; "loading"; "failed";
+            "waiting" if the request owns no task: it was never added, or its place was taken.
+        """
+        if not self._has_adapter(request):
+            return "ready"
+        return self._core.adapter_state(request.request_id)  # type: ignore[return-value]
+
+    def adapter_error(self, request: PeftRequest) -> Exception | None:
+        """Why the request's adapter failed to load; None if it did not."""
+        error: Exception | None = self._core.adapter_error(request.request_id)
+        return error
+
+    def poll(self, timeout_s: float = 0.0, agree: Agree | None = None) -> list[int]:
+        """Lets loads that have ended take effect, and gives up those whose time is up.
+
+        Args:
+            timeout_s: Seconds to wait for one if none has ended.
+            agree: For tensor parallelism: called with the loads that ended here, returns those
+                that ended on every rank, as loaded if they are loaded on every rank.
+
+        Returns:
+            Ids of the requests whose adapter failed by it.
+        """
+        return self._core.poll(timeout_s, agree)
+
+    def prefetch(self, requests: Iterable[PeftRequest]) -> None:
+        """Brings in what waiting requests will need, into both tiers, as far as there is room.
+
+        Args:
+            requests: The waiting queue, next first. Replaces that of the last call. Nothing that
+                is nearer, started, paused or leased is given up for them.
+        """
+        self._core.prefetch([r.lora_task_id for r in requests if r.lora_task_id is not None])
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Waits until no load is queued or running, and lets all of them take effect.
+
+        Args:
+            timeout_s: Seconds at most; None: four times `load_timeout_s`.
+
+        Returns:
+            Whether none is left.
+        """
+        limit = 4 * self._load_timeout_s if timeout_s is None else timeout_s
+        return self._core.wait_idle(limit)
+
+    def open_lease_tasks(self) -> set[int]:
+        """Tasks whose device copies open leases hold."""
+        return self._core.open_lease_tasks()
+
+    def pin(self, task_id: int) -> None:
+        """Keeps the task's host copy, after bringing it in, until as many `unpin`.
+
+        Raises:
+            PeftTaskNotCachedError: The task is unknown.
+            LoraCacheFullError: There is no room, or the pinned tasks would leave none for the
+                largest known adapter.
+        """
+        self._core.pin(task_id)
+
+    def unpin(self, task_id: int) -> None:
+        """Takes one `pin` back.
+
+        Raises:
+            PeftTaskNotCachedError: The task is unknown.
+            InvalidArgumentError: It is not pinned; a load that failed unpins.
+        """
+        self._core.unpin(task_id)
+
+    def get_and_reset_iteration_stats(self) -> dict[str, int]:
+        """What happened since the last call, and how things stand, by TensorRT-LLM's names.
+
+        Returns:
+            Since the last call: requestsPaused, requestsResumed, requestsTerminated,
+            tasksReleasedDevice, tasksReleasedHost, tasksEvictedDevice, pagesEvictedDevice,
+            tasksEvictedHost, pagesEvictedHost. Now: devicePagesTotal, devicePagesAvailable,
+            hostPagesTotal, hostPagesAvailable, deviceTasksInProgress, deviceTasksDone, activeTasks,
+            pausedTasks.
+        """
+        return self._core.get_and_reset_iteration_stats()
+
+    def _has_adapter(self, request: PeftRequest) -> bool:
+        # What a request was added with counts, not what it says now.
+        return request.lora_task_id is not None or self._core.is_owner(request.request_id)
 
     def mark_request_done(self, request: PeftRequest, pause: bool = False) -> None:
         """Ends the request's ownership, or with `pause` keeps only its host copy; idempotent."""
@@ -137,24 +249,20 @@ class PeftCacheManager:
             context_requests: In the order of the batch; requests without a task are left out.
             generation_requests: Likewise.
             reset_gpu_cache: First let every device copy count as unowned.
-            stream: Accepted for the device API; the CPU has none.
+            stream: On which the previous lease is closed; the CPU has none.
 
         Returns:
-            A mapping of request id to entries, with `.errors`. The previous lease is closed.
+            A mapping of request id to entries, with `.errors`. Loads of these adapters are waited
+            for, up to `load_timeout_s`. With one batch in flight the previous lease is closed.
 
         Raises:
             LoraCacheFullError: The absent adapters do not fit beside those of this batch that are
-                resident; nothing was changed.
+                resident, and of other open leases; nothing was changed.
+            InvalidArgumentError: `max_inflight_batches` leases are open, more than one.
         """
-        del stream
         requests = (*context_requests, *generation_requests)
-        # What a request was added with counts, not what it says now.
-        ids = [
-            r.request_id
-            for r in requests
-            if r.lora_task_id is not None or self._core.is_owner(r.request_id)
-        ]
-        return self._core.ensure_batch(ids, reset_gpu_cache)
+        ids = [r.request_id for r in requests if self._has_adapter(r)]
+        return self._core.ensure_batch(ids, reset_gpu_cache, _stream_address(stream))
 
     def ensure_batch_map_task_id(
         self,
@@ -281,7 +389,7 @@ class PeftCacheManager:
         return self._core.stats
 
     def close(self) -> None:
-        """Closes the open lease; afterwards requests cannot be added. Idempotent."""
+        """Gives up loads and closes open leases; then nothing can be added. Idempotent."""
         self._core.close()
 
     def check_invariants(self) -> None:
@@ -291,6 +399,13 @@ class PeftCacheManager:
             RuntimeError: Says which invariant is broken; this is a bug in the cache.
         """
         self._core.check_invariants()
+
+
+def _stream_address(stream: object) -> int:
+    """Address of a CUDA stream, given as torch gives it or as a number; 0 without one."""
+    if stream is None:
+        return 0
+    return int(getattr(stream, "cuda_stream", stream))  # type: ignore[call-overload, no-any-return]
 
 
 def _check_agreement(config: PeftCacheConfig, model_config: _core.LoraModelConfig) -> None:

@@ -117,6 +117,11 @@ class LlmRequest:
         """Prompt and the longest possible answer together, in tokens."""
         return len(self.prompt_token_ids) + self.max_tokens
 
+    @property
+    def has_started(self) -> bool:
+        """Whether anything was ever computed for it."""
+        return self.num_computed_tokens > 0 or bool(self.output_token_ids)
+
     def advance_to(self, state: RequestState) -> None:
         """Changes the state.
 

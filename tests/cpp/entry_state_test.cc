@@ -12,14 +12,16 @@ namespace {
 
 constexpr std::array kStates{EntryState::absent, EntryState::loading, EntryState::resident};
 constexpr std::array kEvents{EntryEvent::claim, EntryEvent::publish, EntryEvent::fail,
-                             EntryEvent::evict};
+                             EntryEvent::cancel, EntryEvent::evict};
 
 TEST(EntryStateTest, EveryPairOfStateAndEventIsInTheTableOrRefused) {
-  // absent --claim--> loading --publish--> resident --evict--> absent; loading --fail--> absent
+  // absent --claim--> loading --publish--> resident --evict--> absent; loading --fail--> absent;
+  // loading --cancel--> absent
   const std::map<std::pair<EntryState, EntryEvent>, EntryState> allowed{
       {{EntryState::absent, EntryEvent::claim}, EntryState::loading},
       {{EntryState::loading, EntryEvent::publish}, EntryState::resident},
       {{EntryState::loading, EntryEvent::fail}, EntryState::absent},
+      {{EntryState::loading, EntryEvent::cancel}, EntryState::absent},
       {{EntryState::resident, EntryEvent::evict}, EntryState::absent},
   };
   for (const EntryState state : kStates) {
@@ -51,6 +53,7 @@ TEST(EntryStateTest, NamesAreThoseOfTheDocumentation) {
   EXPECT_EQ(entry_event_name(EntryEvent::claim), "claim");
   EXPECT_EQ(entry_event_name(EntryEvent::publish), "publish");
   EXPECT_EQ(entry_event_name(EntryEvent::fail), "fail");
+  EXPECT_EQ(entry_event_name(EntryEvent::cancel), "cancel");
   EXPECT_EQ(entry_event_name(EntryEvent::evict), "evict");
 }
 

@@ -21,20 +21,16 @@ using testing_support::num_steps;
 using testing_support::seed_label;
 using testing_support::seeds;
 
-// As a tier does it: the number of the use first.
-void use(PolicyNode& node) {
-  static std::uint64_t uses = 0;
-  node.last_use = ++uses;
-}
-
+// As a tier does it: the use first.
 void insert(EvictionPolicy& policy, PolicyNode& node) {
-  use(node);
+  static std::uint64_t uses = 0;
+  policy.record_use(node, ++uses);
   policy.insert(node);
 }
 
 void touch(EvictionPolicy& policy, PolicyNode& node) {
-  use(node);
-  policy.touch(node);
+  policy.erase(node);
+  insert(policy, node);
 }
 
 class EvictionPolicyContract : public ::testing::TestWithParam<const char*> {
@@ -114,10 +110,16 @@ TEST_P(EvictionPolicyContract, TheSameCallsChooseTheSameVictims_C3) {
     insert(*first, nodes_[i]);
     insert(*second, others[i]);
   }
+  std::uint64_t uses = 1000;
   for (int step = 0; step < 100; ++step) {
     const std::size_t i = rng() % nodes_.size();
-    touch(*first, nodes_[i]);
-    touch(*second, others[i]);
+    for (const auto& [policy, node] :
+         {std::pair(first.get(), &nodes_[i]), std::pair(second.get(), &others[i])}) {
+      policy->erase(*node);
+      policy->record_use(*node, uses);
+      policy->insert(*node);
+    }
+    ++uses;
   }
   EXPECT_EQ(drain(*first), drain(*second));
 }
@@ -133,7 +135,7 @@ TEST_P(EvictionPolicyContract, AnErasedNodeCanJoinAnotherPolicyOfTheKind) {
   EXPECT_EQ(drain(*second), std::vector<std::uint64_t>{0});
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, EvictionPolicyContract, ::testing::Values("lru"),
+INSTANTIATE_TEST_SUITE_P(Policies, EvictionPolicyContract, ::testing::Values("lru", "lrfu"),
                          [](const auto& instance) { return std::string(instance.param); });
 
 TEST(LruPolicyTest, TheLeastRecentlyUsedGoesFirst) {
@@ -169,6 +171,46 @@ TEST(LruPolicyTest, ANodeThatComesBackTakesThePlaceOfItsLastUse) {
   std::vector<std::uint64_t> order;
   policy->visit([&](const PolicyNode& node) { order.push_back(node.task.value); });
   EXPECT_EQ(order, (std::vector<std::uint64_t>{0, 1, 2, 3}));
+}
+
+TEST(LrfuPolicyTest, WhatIsUsedOftenOutlivesWhatWasUsedLast) {
+  const auto policy = eviction_policy_factory("lrfu")();
+  std::array<PolicyNode, 3> nodes;
+  std::uint64_t uses = 0;
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    nodes[i].task = TaskId{i};
+  }
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    policy->record_use(nodes[0], ++uses);
+  }
+  policy->record_use(nodes[1], ++uses);
+  policy->record_use(nodes[2], ++uses);
+  for (PolicyNode& node : nodes) {
+    policy->insert(node);
+  }
+  std::vector<std::uint64_t> order;
+  policy->visit([&](const PolicyNode& node) { order.push_back(node.task.value); });
+  EXPECT_EQ(order, (std::vector<std::uint64_t>{1, 2, 0}));
+}
+
+TEST(LrfuPolicyTest, OldUsesAreForgotten) {
+  const auto policy = eviction_policy_factory("lrfu")();
+  PolicyNode old;
+  PolicyNode recent;
+  for (std::uint64_t use = 1; use <= 8; ++use) {
+    policy->record_use(old, use);
+  }
+  policy->record_use(recent, 8 + 256 * 2);  // eight uses are worth two by now
+  policy->insert(old);
+  policy->insert(recent);
+  EXPECT_EQ(policy->victim(), &recent);
+  policy->erase(old);
+  policy->erase(recent);
+  policy->record_use(recent, 9 + 256 * 2);
+  policy->record_use(recent, 10 + 256 * 2);
+  policy->insert(old);
+  policy->insert(recent);
+  EXPECT_EQ(policy->victim(), &old);
 }
 
 TEST(EvictionPolicyFactoryTest, RefusesNamesItDoesNotKnow) {

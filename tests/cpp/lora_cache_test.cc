@@ -37,13 +37,13 @@ class LoraCacheTest : public ::testing::Test {
 
   // The victims of making that many pages free.
   std::vector<std::uint64_t> make_room(std::size_t pages) {
-    std::vector<TaskId> evicted;
-    EXPECT_EQ(cache_.try_make_room(pages, evicted), std::nullopt);
     std::vector<std::uint64_t> tasks;
-    for (const TaskId task : evicted) {
-      tasks.push_back(task.value);
-    }
+    EXPECT_EQ(cache_.try_make_room(pages, [&](TaskId task) { tasks.push_back(task.value); }),
+              std::nullopt);
     return tasks;
+  }
+  std::optional<Shortage> shortage_for(std::size_t pages) {
+    return cache_.try_make_room(pages, [](TaskId task) { ADD_FAILURE() << task.value; });
   }
 
   static constexpr std::size_t kNumPages = 10;
@@ -57,7 +57,8 @@ class LoraCacheTest : public ::testing::Test {
 
 TEST_F(LoraCacheTest, AnEntryGoesFromAbsentToLoadingToResidentToAbsent) {
   EXPECT_EQ(cache_.find(kTask), nullptr);
-  const LoraCache::Entry& entry = cache_.claim(kTask, 3, ++uses_);
+  cache_.claim(kTask, 3, ++uses_);
+  const LoraCache::Entry& entry = *cache_.find(kTask);
   EXPECT_EQ(entry.state, EntryState::loading);
   EXPECT_EQ(entry.pages, (std::vector{PageId{0}, PageId{1}, PageId{2}}));
   EXPECT_FALSE(cache_.is_resident(kTask));
@@ -80,6 +81,7 @@ TEST_F(LoraCacheTest, TransitionsThatAreNotInTheTableAreRefusedInEveryState) {
       case EntryEvent::fail:
         cache_.fail(kTask);
         break;
+      case EntryEvent::cancel:
       case EntryEvent::evict:
         cache_.evict(kTask);
         break;
@@ -94,8 +96,10 @@ TEST_F(LoraCacheTest, TransitionsThatAreNotInTheTableAreRefusedInEveryState) {
     }
   };
   for (const EntryState state : {EntryState::absent, EntryState::loading, EntryState::resident}) {
+    // evict() is the event that the state asks for, evict or cancel.
+    const EntryEvent gone = state == EntryState::loading ? EntryEvent::cancel : EntryEvent::evict;
     for (const EntryEvent event :
-         {EntryEvent::claim, EntryEvent::publish, EntryEvent::fail, EntryEvent::evict}) {
+         {EntryEvent::claim, EntryEvent::publish, EntryEvent::fail, gone}) {
       SCOPED_TRACE(std::string(entry_state_name(state)) + " + " +
                    std::string(entry_event_name(event)));
       go_to(state);
@@ -130,13 +134,11 @@ TEST_F(LoraCacheTest, C2_RoomThatCannotBeMadeChangesNothingAndSaysWhy) {
   add(1, 3);
   add(2, 4);
   cache_.pin(TaskId{2});
-  std::vector<TaskId> evicted;
-  const auto shortage = cache_.try_make_room(7, evicted);
+  const auto shortage = shortage_for(7);
   ASSERT_TRUE(shortage.has_value());
   EXPECT_EQ(shortage->needed_pages, 7U);
   EXPECT_EQ(shortage->free_pages, 3U);
   EXPECT_EQ(shortage->evictable_pages, 3U);
-  EXPECT_TRUE(evicted.empty());
   EXPECT_TRUE(cache_.is_resident(TaskId{1}));
   EXPECT_EQ(make_room(6), Tasks{1});  // the most that can be freed
   EXPECT_EQ(cache_.pool().num_free(), 6U);
@@ -188,10 +190,9 @@ TEST_F(LoraCacheTest, PinsProtectUntilTheLastIsGone) {
   cache_.pin(kTask);
   EXPECT_EQ(cache_.evictable_pages(), 0U);
   EXPECT_THROW(cache_.evict(kTask), std::logic_error);
-  std::vector<TaskId> evicted;
-  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+  EXPECT_TRUE(shortage_for(6).has_value());
   cache_.unpin(kTask);
-  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+  EXPECT_TRUE(shortage_for(6).has_value());
   cache_.set_class(kTask, EvictionClass::paused);  // pinned: only remembered
   cache_.use(kTask, ++uses_);
   cache_.unpin(kTask);
@@ -199,14 +200,60 @@ TEST_F(LoraCacheTest, PinsProtectUntilTheLastIsGone) {
   EXPECT_EQ(make_room(6), Tasks{1});
 }
 
-TEST_F(LoraCacheTest, ALoadingEntryIsNeverEvicted) {
+TEST_F(LoraCacheTest, C3_ALoadingEntryIsGivenUpLikeAResidentOneUnlessItIsPinned) {
   cache_.claim(kTask, 5, ++uses_);
-  EXPECT_EQ(cache_.evictable_pages(), 0U);
-  std::vector<TaskId> evicted;
-  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+  EXPECT_EQ(cache_.evictable_pages(), 5U);
   cache_.pin(kTask);  // the lease it is loaded for
+  EXPECT_EQ(cache_.evictable_pages(), 0U);
+  EXPECT_TRUE(shortage_for(6).has_value());
   cache_.publish(kTask);
-  EXPECT_TRUE(cache_.try_make_room(6, evicted).has_value());
+  EXPECT_TRUE(shortage_for(6).has_value());
+  cache_.unpin(kTask);
+  add(2, 5);
+  EXPECT_EQ(make_room(5), Tasks{1});
+  cache_.claim(TaskId{3}, 5, ++uses_);
+  EXPECT_EQ(make_room(10), (Tasks{2, 3}));
+}
+
+TEST_F(LoraCacheTest, L3_OfThoseThatWaitTheFarthestGoesFirst) {
+  for (const std::uint64_t distance : {2U, 5U, 1U, 3U}) {
+    add(distance, 2);
+    cache_.set_class(TaskId{distance}, EvictionClass::waiting, distance);
+  }
+  add(9, 2, EvictionClass::paused);
+  EXPECT_EQ(cache_.shortage_for_waiting(4, 2), std::nullopt);  // 5 and 3 may go
+  const auto shortage = cache_.shortage_for_waiting(5, 2);
+  ASSERT_TRUE(shortage.has_value());
+  EXPECT_EQ(shortage->evictable_pages, 4U);
+  EXPECT_EQ(make_room(10), (Tasks{5, 3, 2, 1, 9}));
+}
+
+struct FakeUse final : PageUse {
+  bool is_over() const override { return over; }
+  bool over = false;
+};
+
+TEST_F(LoraCacheTest, L5_UsesStayWithThePagesUntilTheyAreOver) {
+  const auto reading = std::make_shared<FakeUse>();
+  add(1, 4);
+  cache_.add_page_use(TaskId{1}, reading);
+  cache_.evict(TaskId{1});
+  EXPECT_EQ(cache_.claim(TaskId{2}, 2, ++uses_), PageUses{reading});
+  cache_.fail(TaskId{2});  // it never waited
+  EXPECT_EQ(cache_.claim(TaskId{3}, 10, ++uses_), PageUses{reading}) << "each use once";
+  cache_.fail(TaskId{3});
+  reading->over = true;
+  EXPECT_EQ(cache_.claim(TaskId{4}, 10, ++uses_), PageUses{});
+}
+
+TEST_F(LoraCacheTest, UsesThatEndBeforeTheEvictionDelayNobody) {
+  const auto reading = std::make_shared<FakeUse>();
+  add(1, 4);
+  cache_.add_page_use(TaskId{1}, reading);
+  reading->over = true;
+  cache_.evict(TaskId{1});
+  EXPECT_EQ(cache_.claim(TaskId{2}, 4, ++uses_), PageUses{});
+  EXPECT_THROW(cache_.add_page_use(TaskId{1}, reading), std::logic_error);
 }
 
 TEST_F(LoraCacheTest, PinsOfAbsentEntriesAndMissingPinsAreRefused) {
@@ -251,8 +298,9 @@ struct ModelEntry {
   EvictionClass eviction_class;
   int pins;
   std::uint64_t used;
+  std::uint64_t distance = 0;
 
-  bool is_evictable() const { return !is_loading && pins == 0; }
+  bool is_evictable() const { return pins == 0; }
 };
 
 class CacheModel {
@@ -276,7 +324,9 @@ class CacheModel {
   std::uint64_t take_victim() {
     const auto order = [](const auto& item) {
       const ModelEntry& entry = item.second;
-      return std::tuple(!entry.is_evictable(), entry.eviction_class, entry.used);
+      const bool waits = entry.eviction_class == EvictionClass::waiting;
+      return std::tuple(!entry.is_evictable(), entry.eviction_class,
+                        waits ? ~entry.distance : entry.used, item.first);
     };
     const auto victim = std::ranges::min_element(entries, {}, order);
     const std::uint64_t task = victim->first;
@@ -307,12 +357,14 @@ TEST(LoraCacheRandomTest, AgreesWithAListThroughRandomUse) {
       const TaskId task{rng() % 12};
       const auto found = model.entries.find(task.value);
       const auto eviction_class = static_cast<EvictionClass>(rng() % kNumEvictionClasses);
+      const std::uint64_t distance = rng() % 20;
       if (found == model.entries.end()) {
         const std::size_t pages = 1 + rng() % 20;
         const std::size_t free = model.free_pages(kPages);
         const std::size_t evictable = model.evictable_pages();
         std::vector<TaskId> evicted;
-        const auto shortage = cache.try_make_room(pages, evicted);
+        const auto shortage =
+            cache.try_make_room(pages, [&](TaskId victim) { evicted.push_back(victim); });
         ASSERT_EQ(shortage.has_value(), pages > free + evictable);
         if (shortage) {
           ASSERT_EQ(shortage->free_pages, free);
@@ -345,8 +397,9 @@ TEST(LoraCacheRandomTest, AgreesWithAListThroughRandomUse) {
         entry.used = model.now();
         cache.use(task, entry.used);
       } else if (action == 5) {
-        cache.set_class(task, eviction_class);
+        cache.set_class(task, eviction_class, distance);
         entry.eviction_class = eviction_class;
+        entry.distance = distance;
       } else if (action == 6 && entry.is_evictable()) {
         cache.evict(task);
         model.entries.erase(found);

@@ -178,14 +178,14 @@ TEST_F(PeftSourceFailureTest, O1_AFailedAddLeavesOtherOwnersAlone) {
   EXPECT_EQ(manager_->active_tasks().size(), 1U);
 }
 
-TEST_F(PeftSourceFailureTest, ASourceThatCannotBeOpenedDisplacesNobody) {
+TEST_F(PeftSourceFailureTest, C3_VictimsAreChosenByTheCallWhateverTheSourceDoes) {
   const TaskId idle = register_adapter(4);
   add(1, idle);
   done(1);
   const TaskId task = register_adapter(1);
   source_of(task).fail_open = true;
   EXPECT_THROW(add(2, task), AdapterNotFoundError);
-  EXPECT_TRUE(on_host(idle));
+  EXPECT_FALSE(on_host(idle));
 }
 
 class PeftDeviceFailureTest : public PeftTest {};

@@ -98,10 +98,12 @@ class Machine {
   static constexpr std::size_t kHostPages = 26;
   static constexpr std::size_t kDevicePages = 20;
   static constexpr std::size_t kPageBytes = 512;
-  static constexpr PeftCacheSizes kSizes{.host_cache_bytes = kHostPages * kPageBytes,
-                                         .device_cache_bytes = kDevicePages * kPageBytes,
-                                         .page_bytes = kPageBytes,
-                                         .max_part_bytes = 0};
+  static PeftCacheOptions options() {
+    return {.host_cache_bytes = kHostPages * kPageBytes,
+            .device_cache_bytes = kDevicePages * kPageBytes,
+            .page_bytes = kPageBytes,
+            .num_ensure_workers = 1};  // so that copies are made in call order
+  }
   static constexpr int kRegistered = 7;
   static constexpr std::uint32_t kRequests = 9;
   static constexpr std::size_t kCarried = 3;
@@ -157,8 +159,14 @@ class Machine {
     }
     const PlannedFailures failures = random_failures();
     program(source, failures, pick(2) == 0);
-    const Outcome outcome =
-        outcome_of([&] { manager_.add_request_peft(request, task, weights ? &carried : nullptr); });
+    const Outcome outcome = outcome_of([&] {
+      manager_.add_request_peft(request, task, weights ? &carried : nullptr);
+      ASSERT_TRUE(manager_.wait_idle(std::chrono::seconds(60)));
+      if (const std::exception_ptr error = manager_.adapter_error(request)) {
+        manager_.mark_request_done(request);
+        std::rethrow_exception(error);
+      }
+    });
     program(source, {}, false);
     ASSERT_EQ(outcome, model_.add(request, task, weights, failures));
     if (weights && outcome == Outcome::ok) {
@@ -256,7 +264,7 @@ class Machine {
   const std::shared_ptr<const LoraModelConfig> config_ =
       float32_model({{16, 8}, {8, 24}, {12, 12}});
   const std::shared_ptr<FakeDevice> device_ = std::make_shared<FakeDevice>();
-  PeftCacheManager manager_{config_, kSizes, device_, eviction_policy_factory("lru")};
+  PeftCacheManager manager_{config_, options(), device_, eviction_policy_factory("lru")};
   PeftModel model_{kHostPages, kDevicePages};
   std::vector<TaskId> tasks_;  // registered
   std::array<std::array<TestAdapter, 2>, kCarried> carried_;

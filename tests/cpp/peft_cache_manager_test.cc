@@ -267,7 +267,7 @@ TEST_F(PeftVictimTest, L3_ATaskTakesTheClassOfItsLeastEvictableOwner) {
   add(1, shared);
   add(2, shared);
   add(3, other);
-  ensure_and_close({1, 3});
+  ensure_and_close({1, 2, 3});
   pause(1);  // request 2 is still active
   pause(3);
   add(4, register_adapter(1));
@@ -364,9 +364,11 @@ TEST_F(PeftTest, EachEventIsCountedOnce) {
 }
 
 TEST_F(PeftTest, PageCountsRoundDownToTheBudgets) {
-  const PeftCacheSizes sizes{5 * kPageBytes - 1, 3 * kPageBytes + 511, kPageBytes, 0};
+  const PeftCacheOptions options{.host_cache_bytes = 5 * kPageBytes - 1,
+                                 .device_cache_bytes = 3 * kPageBytes + 511,
+                                 .page_bytes = kPageBytes};
   manager_ =
-      std::make_unique<PeftCacheManager>(config_, sizes, device_, eviction_policy_factory("lru"));
+      std::make_unique<PeftCacheManager>(config_, options, device_, eviction_policy_factory("lru"));
   EXPECT_EQ(manager_->max_pages(Tier::host), 4U);
   EXPECT_EQ(manager_->max_pages(Tier::device), 3U);
   EXPECT_EQ(manager_->pool_range(Tier::device).second, 3 * kPageBytes);

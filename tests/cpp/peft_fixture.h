@@ -99,9 +99,11 @@ class PeftTest : public ::testing::Test {
   }
 
   void make_manager(std::size_t host_pages, std::size_t device_pages) {
-    const PeftCacheSizes sizes{host_pages * kPageBytes, device_pages * kPageBytes, kPageBytes, 0};
-    manager_ =
-        std::make_unique<PeftCacheManager>(config_, sizes, device_, eviction_policy_factory("lru"));
+    options_.host_cache_bytes = host_pages * kPageBytes;
+    options_.device_cache_bytes = device_pages * kPageBytes;
+    options_.page_bytes = kPageBytes;
+    manager_ = std::make_unique<PeftCacheManager>(config_, options_, device_,
+                                                  eviction_policy_factory("lru"));
   }
 
   TestAdapter adapter_of(std::uint32_t pages, std::size_t hole_bytes = 0) {
@@ -114,14 +116,27 @@ class PeftTest : public ::testing::Test {
     return task;
   }
 
+  // Adds and waits for the load; throws what it failed with, the request being done then.
   void add(std::uint64_t request, TaskId task) {
-    manager_->add_request_peft(RequestId{request}, task);
+    start_to_add(request, task);
+    settle(request);
   }
   void add(std::uint64_t request, std::uint64_t task, const TestAdapter& adapter,
            const std::string& digest) {
     const CarriedWeights weights{adapter.plan, digest};
     manager_->add_request_peft(RequestId{request}, TaskId{task}, &weights);
     adapters_[TaskId{task}] = adapter;
+    settle(request);
+  }
+  void start_to_add(std::uint64_t request, TaskId task, bool started = false) {
+    manager_->add_request_peft(RequestId{request}, task, nullptr, started);
+  }
+  void settle(std::uint64_t request) {
+    EXPECT_TRUE(manager_->wait_idle(kPatience)) << "loads take for ever";
+    if (const std::exception_ptr error = manager_->adapter_error(RequestId{request})) {
+      done(request);
+      std::rethrow_exception(error);
+    }
   }
   void pause(std::uint64_t request) { manager_->mark_request_done(RequestId{request}, true); }
   void done(std::uint64_t request) { manager_->mark_request_done(RequestId{request}); }
@@ -155,7 +170,14 @@ class PeftTest : public ::testing::Test {
   }
   const FakeSource& source_of(TaskId task) const { return *adapters_.at(task).source; }
 
+  AdapterState state_of(std::uint64_t request) const {
+    return manager_->adapter_state(RequestId{request});
+  }
+
   static constexpr std::size_t kPageBytes = 512;
+  static constexpr Clock::Time kPatience = std::chrono::seconds(60);
+
+  PeftCacheOptions options_;  // for the next make_manager
 
   const std::shared_ptr<const LoraModelConfig> config_ = float32_model({{8, 8}});
   const std::shared_ptr<FakeDevice> device_ = std::make_shared<FakeDevice>();

@@ -39,6 +39,7 @@ class PeftModel {
   struct Life {
     TaskId task;
     bool is_paused = false;
+    bool has_started = false;
   };
   struct Weights {  // carried ones; registered tasks have version 0
     int version = 0;
@@ -93,10 +94,16 @@ class PeftModel {
     }
     const Outcome outcome = bring_into_host(task, failures);
     if (outcome != Outcome::ok) {
+      if (outcome == Outcome::failed) {
+        use(device, task);  // by the call, before its load failed
+      }
       forget_if_gone(task);
       return outcome;
     }
-    requests[request] = {task, false};
+    if (!is_owned(task)) {
+      owned_since_[task] = ++clock_;
+    }
+    requests[request] = {task, false, requests.contains(request) && requests[request].has_started};
     use(host, task);
     use(device, task);
     set_class(task);
@@ -111,6 +118,7 @@ class PeftModel {
     const TaskId task = life->second.task;
     if (pause) {
       life->second.is_paused = true;
+      life->second.has_started = true;
     } else {
       requests.erase(life);
     }
@@ -176,9 +184,16 @@ class PeftModel {
       Copy& copy = device[task];
       copy.pages = known.at(task).pages;
       copy.is_leased = true;
-      copy.eviction_class = class_of(task);
       use(device, task);
       lease.push_back(task);
+    }
+    for (const RequestId request : batch) {
+      if (!errors.contains(request)) {
+        requests.at(request).has_started = true;
+      }
+    }
+    for (const TaskId task : lease) {
+      set_class(task);
     }
     return Outcome::ok;
   }
@@ -193,8 +208,13 @@ class PeftModel {
 
   void evict_unowned(bool on_host) {
     Tasks& tier = on_host ? host : device;
-    std::erase_if(
-        tier, [&](const auto& item) { return !item.second.is_leased && !is_owned(item.first); });
+    TierStats& counted = on_host ? stats.host : stats.device;
+    std::erase_if(tier, [&](const auto& item) {
+      const bool goes = !item.second.is_leased && !is_owned(item.first);
+      counted.tasks_evicted += goes ? 1U : 0U;
+      counted.pages_evicted += goes ? item.second.pages : 0;
+      return goes;
+    });
     std::erase_if(known, [&](const auto& item) { return is_lost(item.first); });
   }
 
@@ -206,9 +226,15 @@ class PeftModel {
     return total;
   }
   EvictionClass class_of(TaskId task) const {
-    return is_active(task)  ? EvictionClass::active
-           : is_owned(task) ? EvictionClass::paused
-                            : EvictionClass::unowned;
+    EvictionClass least = EvictionClass::unowned;
+    for (const auto& [request, life] : requests) {
+      if (life.task == task) {
+        least = std::max(least, life.is_paused     ? EvictionClass::paused
+                                : life.has_started ? EvictionClass::active
+                                                   : EvictionClass::waiting);
+      }
+    }
+    return least;
   }
   void set_class(TaskId task) {
     const auto found = device.find(task);
@@ -249,11 +275,20 @@ class PeftModel {
       if (weights.pages > most_host()) {
         return Outcome::full;
       }
-      host.erase(task);
-      device.erase(task);
+      drop(host, task, stats.host);
+      drop(device, task, stats.device);
     }
     known[task] = weights;
     return std::nullopt;
+  }
+
+  static void drop(Tasks& tier, TaskId task, TierStats& counted) {
+    const auto found = tier.find(task);
+    if (found != tier.end()) {
+      ++counted.tasks_evicted;
+      counted.pages_evicted += found->second.pages;
+      tier.erase(found);
+    }
   }
 
   void use(Tasks& tier, TaskId task) {
@@ -291,8 +326,11 @@ class PeftModel {
     }
     while (free_pages(tier, total) < needed) {
       const auto victim = std::ranges::min_element(tier, {}, [&](const auto& item) {
-        return std::tuple(!is_evictable(item.first, item.second), item.second.eviction_class,
-                          item.second.used);
+        const Copy& copy = item.second;
+        // Of those that wait the latest goes first.
+        const bool waits = copy.eviction_class == EvictionClass::waiting;
+        return std::tuple(!is_evictable(item.first, copy), copy.eviction_class,
+                          waits ? ~owned_since_.at(item.first) : copy.used);
       });
       ++counted.tasks_evicted;
       counted.pages_evicted += victim->second.pages;
@@ -319,12 +357,11 @@ class PeftModel {
       return Outcome::ok;
     }
     const bool from_device = device.contains(task);
-    const bool cannot_open = !from_device && failures.open;
-    if (!cannot_open && !make_room_on_host(known.at(task).pages)) {
+    if (!make_room_on_host(known.at(task).pages)) {
       return Outcome::full;
     }
     ++stats.host.misses;
-    if (cannot_open || (from_device ? failures.copy_after == 0 : failures.read)) {
+    if (from_device ? failures.copy_after == 0 : failures.open || failures.read) {
       ++stats.failed_loads;
       return Outcome::failed;
     }
@@ -336,6 +373,7 @@ class PeftModel {
   std::size_t host_pages_;
   std::size_t device_pages_;
   std::uint64_t clock_ = 0;
+  std::map<TaskId, std::uint64_t> owned_since_;
 };
 
 }  // namespace pagedlora::testing_support

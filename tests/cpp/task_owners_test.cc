@@ -172,5 +172,52 @@ TEST_F(TaskOwnersTest, AgreesWithAMapThroughRandomCalls) {
   }
 }
 
+TEST_F(TaskOwnersTest, O4_ARequestHasStartedOnceItIsStartedOrPaused) {
+  owners_.add(kA, kTask);
+  EXPECT_TRUE(owners_.sets_of(kTask)->is_revocable());
+  EXPECT_TRUE(owners_.start(kA));
+  EXPECT_FALSE(owners_.start(kA)) << "it has already";
+  EXPECT_FALSE(owners_.start(kB)) << "it owns nothing";
+  EXPECT_EQ(owners_.sets_of(kTask)->num_started, 1U);
+  EXPECT_FALSE(owners_.sets_of(kTask)->is_revocable());
+  owners_.done(kA);
+  owners_.add(kB, kTask);
+  owners_.pause(kB);
+  EXPECT_FALSE(owners_.sets_of(kTask)->is_revocable());
+  EXPECT_FALSE(owners_.start(kB)) << "it is paused";
+  owners_.add(kB, kTask);
+  EXPECT_EQ(owners_.sets_of(kTask)->num_started, 1U);
+}
+
+TEST_F(TaskOwnersTest, O4_RevokedOwnersOwnNothingAndCanBeAddedAgain) {
+  owners_.add(kA, kTask);
+  owners_.add(kB, kTask);
+  owners_.revoke(kTask);
+  EXPECT_EQ(owners_.sets_of(kTask), nullptr);
+  EXPECT_EQ(owners_.task_of(kA), std::nullopt);
+  EXPECT_EQ(owners_.add(kA, kOther), Added::newly);
+  owners_.start(kA);
+  EXPECT_THROW(owners_.revoke(kOther), std::logic_error);
+  EXPECT_THROW(owners_.revoke(kTask), std::logic_error);
+}
+
+TEST_F(TaskOwnersTest, C1_AFailureIsALevelUntilTheRequestIsDone) {
+  owners_.add(kA, kTask);
+  owners_.add(kB, kTask);
+  owners_.pause(kB);
+  owners_.fail(kTask, std::make_exception_ptr(std::runtime_error("broken")));
+  EXPECT_EQ(owners_.sets_of(kTask), nullptr);
+  for (const RequestId request : {kA, kB}) {
+    ASSERT_NE(owners_.failure_of(request), nullptr);
+    EXPECT_EQ(owners_.add(request, kTask), Added::already);
+    EXPECT_EQ(owners_.pause(request), std::nullopt);
+    EXPECT_THROW(owners_.add(request, kOther), RequestConflictError);
+    EXPECT_EQ(owners_.task_of(request), kTask);
+    EXPECT_EQ(owners_.done(request), std::nullopt) << "it owned nothing";
+    EXPECT_EQ(owners_.failure_of(request), nullptr);
+  }
+  EXPECT_EQ(owners_.add(kA, kTask), Added::newly);
+}
+
 }  // namespace
 }  // namespace pagedlora

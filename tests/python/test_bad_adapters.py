@@ -20,7 +20,7 @@ from tests.support.adapters import (
     weights_of,
     write_adapter,
 )
-from tests.support.cache_fixtures import Cache
+from tests.support.cache_fixtures import Cache, add_and_wait
 
 from pagedlora import (
     AdapterFormatError,
@@ -52,7 +52,7 @@ def refuse(cache: Cache, directory: Path, error: type[PagedLoraError]) -> PagedL
     tensors = good_tensors(cache)
     cache.adapters.register("a", write_adapter(directory.parent / "good", tensors))
     request = cache.request(1, "a")
-    cache.peft.add_request_peft(request)
+    add_and_wait(cache.peft, request)
     actual = cache.peft.task_weights(request.lora_task_id, "host")
     assert_same_weights(actual, weights_of(tensors, torch.float32))
     return caught.value

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from tests.support.cache_fixtures import Cache, pages_of_random_adapter, register_adapters
+from tests.support.cache_fixtures import (
+    Cache,
+    add_and_wait,
+    pages_of_random_adapter,
+    register_adapters,
+)
 
 from pagedlora import InvalidArgumentError, LeaseClosedError, LoraCacheFullError, PagedLoraError
 
@@ -19,7 +24,7 @@ def test_a_lease_is_a_mapping_with_errors(small_cache: Cache, tmp_path: Path) ->
     a, b = small_cache.request(1, "a"), small_cache.request(2, "b")
     twin, paused = small_cache.request(3, "a"), small_cache.request(4, "b")
     for request in (a, b, twin, paused):
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     peft.mark_request_done(paused, pause=True)
     never = small_cache.request(5, "a")
     lease, requests_of_task = peft.ensure_batch_map_task_id([a, never], [twin, b, paused, a])
@@ -45,7 +50,7 @@ def test_a_lease_is_a_mapping_with_errors(small_cache: Cache, tmp_path: Path) ->
 def test_a_closed_lease_refuses_its_entries(small_cache: Cache, tmp_path: Path) -> None:
     register_adapters(small_cache, tmp_path, "a")
     request = small_cache.request(1, "a")
-    small_cache.peft.add_request_peft(request)
+    add_and_wait(small_cache.peft, request)
     with small_cache.peft.ensure_batch([request], []) as lease:
         assert lease.is_open
         assert lease[1]
@@ -60,7 +65,7 @@ def test_a_closed_lease_refuses_its_entries(small_cache: Cache, tmp_path: Path) 
 def test_a_closed_lease_refuses_its_modules(small_cache: Cache, tmp_path: Path) -> None:
     register_adapters(small_cache, tmp_path, "a")
     request = small_cache.request(1, "a")
-    small_cache.peft.add_request_peft(request)
+    add_and_wait(small_cache.peft, request)
     with small_cache.peft.ensure_batch([request], []) as lease:
         assert lease.touched_modules() == set(range(len(small_cache.config.modules)))
     with pytest.raises(LeaseClosedError):
@@ -70,7 +75,7 @@ def test_a_closed_lease_refuses_its_modules(small_cache: Cache, tmp_path: Path) 
 def test_a_lease_has_the_methods_of_a_mapping(small_cache: Cache, tmp_path: Path) -> None:
     register_adapters(small_cache, tmp_path, "a")
     request = small_cache.request(1, "a")
-    small_cache.peft.add_request_peft(request)
+    add_and_wait(small_cache.peft, request)
     lease = small_cache.peft.ensure_batch([request], [])
     assert lease.get(2) is None
     assert [key for key, _ in lease.items()] == [1]
@@ -83,7 +88,7 @@ def test_the_next_batch_closes_the_previous_lease(small_cache: Cache, tmp_path: 
     peft = small_cache.peft
     requests = [small_cache.request(1, "a"), small_cache.request(2, "b")]
     for request in requests:
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     first = peft.ensure_batch(requests[:1], [])
     second = peft.ensure_batch(requests[1:], [])
     assert not first.is_open
@@ -93,7 +98,7 @@ def test_the_next_batch_closes_the_previous_lease(small_cache: Cache, tmp_path: 
     peft.close()
     assert not second.is_open
     with pytest.raises(InvalidArgumentError):
-        peft.add_request_peft(small_cache.request(3, "a"))
+        add_and_wait(peft, small_cache.request(3, "a"))
 
 
 def test_leased_copies_stay_and_a_batch_too_large_changes_nothing(
@@ -105,7 +110,7 @@ def test_leased_copies_stay_and_a_batch_too_large_changes_nothing(
     peft = cache.peft
     requests = [cache.request(i, name) for i, name in enumerate("abc")]
     for request in requests:
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     peft.ensure_batch(requests[:2], []).close()
     with pytest.raises(LoraCacheFullError) as caught:
         peft.ensure_batch(requests, [])
@@ -128,7 +133,7 @@ def test_a_batch_that_does_not_fit_evicts_nobody(make_cache: MakeCache, tmp_path
     peft = cache.peft
     requests = [cache.request(i, name) for i, name in enumerate(("a", "idle", "large"))]
     for request in requests:
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     peft.ensure_batch(requests[:2], []).close()
     peft.mark_request_done(requests[1])
     with pytest.raises(LoraCacheFullError) as caught:
@@ -149,7 +154,7 @@ def test_reset_gives_up_the_device_copies_of_owners_before_the_batch(
     peft = cache.peft
     requests = [cache.request(i, name) for i, name in enumerate("abc")]
     for request in requests:
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     peft.ensure_batch(requests[:2], []).close()
     peft.ensure_batch(requests[2:], [], reset_gpu_cache=True).close()
     assert peft.is_task_cached_device(requests[2].lora_task_id)

@@ -19,7 +19,7 @@ from tests.support.adapters import (
     write_adapter,
     write_random_adapter,
 )
-from tests.support.cache_fixtures import Cache
+from tests.support.cache_fixtures import Cache, add_and_wait
 
 from pagedlora import AdapterFormatError, LlmRequest
 
@@ -32,7 +32,7 @@ SLOT_BYTES = 64
 def make_resident(cache: Cache, directory: Path) -> tuple[LlmRequest, Any]:
     cache.adapters.register("adapter", directory)
     request = cache.request(1, "adapter")
-    cache.peft.add_request_peft(request)
+    add_and_wait(cache.peft, request)
     return request, cache.peft.ensure_batch([request], [])
 
 
@@ -224,7 +224,7 @@ def test_a_finite_value_beyond_float16_is_refused(
     tensors[name][103, 3] = value
     cache.adapters.register("adapter", write_adapter(tmp_path, tensors))
     with pytest.raises(AdapterFormatError, match="float16"):
-        cache.peft.add_request_peft(cache.request(1, "adapter"))
+        add_and_wait(cache.peft, cache.request(1, "adapter"))
     assert cache.peft.active_tasks == {}
     assert cache.peft.resident_tasks("host") == 0
     assert cache.peft.stats.failed_loads == 1
@@ -250,7 +250,7 @@ def test_evicted_and_read_again_the_bits_are_the_same(
     cache.peft.mark_request_done(request)
     for tier in ("host", "device"):
         cache.peft.evict_unowned(tier)
-    cache.peft.add_request_peft(request)
+    add_and_wait(cache.peft, request)
     cache.peft.ensure_batch([request], []).close()
     assert cache.peft.stats.source_rereads == 1
     expected = weights_of(tensors, torch.bfloat16)

@@ -17,7 +17,7 @@ from tests.support.adapters import (
     weights_of,
     write_adapter,
 )
-from tests.support.cache_fixtures import Cache
+from tests.support.cache_fixtures import Cache, add_and_wait
 
 from pagedlora import AdapterNotFoundError, AdapterSourceChangedError
 
@@ -54,12 +54,12 @@ def test_a_file_changed_after_registration_fails_its_own_requests_only(
     cache, peft = small_cache, small_cache.peft
     for name, directory in (("bad", bad), ("good", good)):
         cache.adapters.register(name, directory)
-    peft.add_request_peft(cache.request(1, "good"))
+    add_and_wait(peft, cache.request(1, "good"))
     apply, expected = CHANGES[change]
     apply(bad / WEIGHTS_FILE)
     for attempt in range(2):
         with pytest.raises(expected) as caught:
-            peft.add_request_peft(cache.request(2, "bad"))
+            add_and_wait(peft, cache.request(2, "bad"))
         assert str(bad / WEIGHTS_FILE) in str(caught.value)
         assert peft.active_tasks == {cache.adapters.task_id("good"): {1}}
         assert not peft.is_task_cached(cache.adapters.task_id("bad"))
@@ -69,7 +69,7 @@ def test_a_file_changed_after_registration_fails_its_own_requests_only(
     assert set(lease) == {1}
     assert set(lease.errors) == {2}
     cache.adapters.register("again", write_adapter(bad, tensors))
-    peft.add_request_peft(cache.request(3, "again"))
+    add_and_wait(peft, cache.request(3, "again"))
     actual = peft.task_weights(cache.adapters.task_id("again"), "host")
     assert_same_weights(actual, weights_of(tensors, torch.float32))
 
@@ -78,9 +78,9 @@ def test_a_resident_adapter_does_not_need_its_file(small_cache: Cache, tmp_path:
     tensors = adapter_tensors(small_cache.config.modules, 4, seed=1)
     directory = write_adapter(tmp_path, tensors)
     small_cache.adapters.register("a", directory)
-    small_cache.peft.add_request_peft(small_cache.request(1, "a"))
+    add_and_wait(small_cache.peft, small_cache.request(1, "a"))
     shutil.rmtree(directory)
-    small_cache.peft.add_request_peft(small_cache.request(2, "a"))
+    add_and_wait(small_cache.peft, small_cache.request(2, "a"))
     small_cache.peft.ensure_batch([small_cache.request(2, "a")], [])
     actual = small_cache.peft.task_weights(small_cache.adapters.task_id("a"))
     assert_same_weights(actual, weights_of(tensors, torch.float32))
@@ -96,6 +96,6 @@ def test_a_changed_configuration_changes_nothing_that_is_registered(
     fields = json.loads((directory / CONFIG_FILE).read_text())
     (directory / CONFIG_FILE).write_text(json.dumps({**fields, "lora_alpha": 80}))
     request = small_cache.request(1, "a")
-    small_cache.peft.add_request_peft(request)
+    add_and_wait(small_cache.peft, request)
     entries = small_cache.peft.ensure_batch([request], [])[1]
     assert {entry.scale for entry in entries} == {2.0}

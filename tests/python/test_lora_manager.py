@@ -21,7 +21,7 @@ from tests.support.adapters import (
     write_adapter,
     write_random_adapter,
 )
-from tests.support.cache_fixtures import Cache, register_adapters
+from tests.support.cache_fixtures import Cache, add_and_wait, register_adapters
 from tests.support.tiny_models import build_tiny_model
 from torch import nn
 
@@ -65,7 +65,7 @@ def test_get_and_list_tell_tiers_and_owners_as_they_are_now(
 
     requests = [small_cache.request(i, "a") for i in (1, 2)]
     for request in requests:
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     peft.mark_request_done(requests[1], pause=True)
     assert manager.get("a").tiers == ("host",)
     assert manager.is_adapter_in_cpu_cache(manager.task_id("a"))
@@ -246,7 +246,7 @@ def test_what_pefts_save_pretrained_writes_loads(
     for name, layer in layers.items():
         assert info.scales[name] == pytest.approx(layer.scaling["default"], rel=1e-7)
     request = cache.request(1, "a")
-    cache.peft.add_request_peft(request)
+    add_and_wait(cache.peft, request)
     expected = {
         name: (layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data)
         for name, layer in layers.items()
@@ -278,6 +278,6 @@ def test_names_without_pefts_prefix_load_too(small_cache: Cache, tmp_path: Path)
     bare = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
     small_cache.adapters.register("a", write_adapter(tmp_path, bare))
     request = small_cache.request(1, "a")
-    small_cache.peft.add_request_peft(request)
+    add_and_wait(small_cache.peft, request)
     actual = small_cache.peft.task_weights(request.lora_task_id, "host")
     assert_same_weights(actual, weights_of(tensors, torch.float32))

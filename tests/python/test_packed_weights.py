@@ -14,7 +14,7 @@ from tests.support.adapters import (
     layered_modules,
     weights_of,
 )
-from tests.support.cache_fixtures import Cache
+from tests.support.cache_fixtures import Cache, add_and_wait
 from tests.support.packed_adapters import (
     Packed,
     matrices_of_ranks,
@@ -52,7 +52,7 @@ def cache_of(make_cache: MakeCache, model: LoraModelConfig, dtype: torch.dtype) 
 def stored_weights(cache: Cache, packed: Packed) -> Mapping[str, Any]:
     """The matrices in the device tier after a request has brought them."""
     request = LlmRequest(1, 7, AdapterWeights.from_packed(*packed, cache.config))
-    cache.peft.add_request_peft(request)
+    add_and_wait(cache.peft, request)
     cache.peft.ensure_batch([request], []).close()
     return cache.peft.task_weights(7)
 
@@ -70,7 +70,7 @@ def test_pages_hold_the_bits_of_the_rows(
     matrices = matrices_of_ranks(MODEL, ranks, seed=3, dtype=dtype)
     weights = AdapterWeights.from_packed(*pack(MODEL, matrices), cache.config)
     request = LlmRequest(1, 7, weights)
-    cache.peft.add_request_peft(request)
+    add_and_wait(cache.peft, request)
     lease = cache.peft.ensure_batch([request], [])
     assert_same_weights(cache.peft.task_weights(7, tier), matrices)
     assert {entry.scale for entry in lease[1]} == {1.0}
@@ -171,7 +171,7 @@ def test_another_packing_of_the_same_adapter_is_no_conflict(make_cache: MakeCach
 
     def send(request_id: int, packed: Packed) -> None:
         weights = AdapterWeights.from_packed(*packed, cache.config)
-        cache.peft.add_request_peft(LlmRequest(request_id, 1234, weights))
+        add_and_wait(cache.peft, LlmRequest(request_id, 1234, weights))
 
     send(1, packed_reference(columns=4))
     send(2, packed_reference(columns=3, padding=3))
@@ -187,7 +187,7 @@ def test_later_changes_of_the_tensors_change_nothing(make_cache: MakeCache) -> N
     for tensor in packed:
         tensor.zero_()
     request = LlmRequest(1, 7, weights)
-    cache.peft.add_request_peft(request)
+    add_and_wait(cache.peft, request)
     cache.peft.ensure_batch([request], []).close()
     assert_same_weights(cache.peft.task_weights(7), REFERENCE)
 

@@ -20,7 +20,7 @@ from tests.support.adapters import (
     weights_of,
     write_adapter,
 )
-from tests.support.cache_fixtures import build_cache, check_pages
+from tests.support.cache_fixtures import add_and_wait, build_cache, check_pages
 from tests.support.peft_model import PeftModel, Tier
 
 from pagedlora import (
@@ -45,6 +45,10 @@ requests = st.integers(0, 6)
 seeds = st.integers(1, 3)
 picks = st.integers(0, 8)
 tiers = st.sampled_from(("host", "device"))
+
+
+# What a load that was begun may end with.
+LOAD_ERRORS = (AdapterFormatError, AdapterNotFoundError, AdapterSourceChangedError)
 
 
 class PeftCacheMachine(RuleBasedStateMachine):
@@ -199,6 +203,7 @@ class PeftCacheMachine(RuleBasedStateMachine):
         model.settle("device", self.residents("device"), needed=needed, brought=tasks, keep=tasks)
         model.demoted -= tasks
         model.leased = tasks
+        model.start(set(batch) & owners)
         assert set(self.lease) == {r for r in batch if r in owners}
         assert set(self.lease.errors) == set(batch) - owners
 
@@ -284,15 +289,16 @@ class PeftCacheMachine(RuleBasedStateMachine):
             return AdapterTooLargeError
         if changed and (model.owned(task) or task in model.leased):
             return RequestConflictError
-        resident = not changed and task in model.resident["host"]
-        if resident or (not changed and task in model.resident["device"]):
-            return None if resident or model.fits("host", pages) else LoraCacheFullError
-        error = self.broken.get(task)
+        on_host, on_device = (
+            not changed and task in model.resident[tier] for tier in ("host", "device")
+        )
+        if not on_host and not model.fits("host", pages):
+            return LoraCacheFullError
+        if on_host or on_device:
+            return None
         if task in self.paths and not self.paths[task].exists():
             return AdapterNotFoundError
-        if error is AdapterSourceChangedError:
-            return error
-        return error if model.fits("host", pages) else LoraCacheFullError
+        return self.broken.get(task)
 
     def add(
         self,
@@ -308,14 +314,15 @@ class PeftCacheMachine(RuleBasedStateMachine):
         if error is None:
             self.replace_carried(task, weights, content)
         needed = 0
-        if error in (None, AdapterFormatError) and task not in model.resident["host"]:
+        claims = error is None or issubclass(error, LOAD_ERRORS)
+        if claims and task not in model.resident["host"]:
             needed = self.peft.determine_num_pages(llm_request)
         if error is None:
-            self.peft.add_request_peft(llm_request)
+            add_and_wait(self.peft, llm_request)
             model.add(request, task)
         else:
             with pytest.raises(error) as caught:
-                self.peft.add_request_peft(llm_request)
+                add_and_wait(self.peft, llm_request)
             assert type(caught.value) is error
         brought = {task} if error is None else ()
         model.settle("host", self.residents("host"), needed=needed, brought=brought)

@@ -17,6 +17,7 @@ from tests.support.adapters import (
 )
 from tests.support.cache_fixtures import (
     Cache,
+    add_and_wait,
     carried_weights,
     model_config,
     pages_of_random_adapter,
@@ -48,13 +49,13 @@ def test_ownership_walk_of_two_requests_of_one_task(small_cache: Cache) -> None:
     peft.mark_request_done(other, pause=True)
     assert (peft.active_tasks, peft.paused_tasks) == ({}, {})  # no phantom owners
     for _ in range(2):
-        peft.add_request_peft(other)
+        add_and_wait(peft, other)
         assert (peft.active_tasks, peft.paused_tasks) == ({0: {1}}, {})
 
     sender = LlmRequest(12345, lora_task_id=1234, lora_weights=carried_weights(1))
     follower = LlmRequest(54321, lora_task_id=1234)
-    peft.add_request_peft(sender)
-    peft.add_request_peft(follower)
+    add_and_wait(peft, sender)
+    add_and_wait(peft, follower)
     assert peft.active_tasks == {0: {1}, 1234: {12345, 54321}}
     peft.ensure_batch([sender], []).close()
 
@@ -85,17 +86,17 @@ def test_ownership_walk_of_two_requests_of_one_task(small_cache: Cache) -> None:
 def test_resume_moves_a_paused_request_back(small_cache: Cache, tmp_path: Path) -> None:
     register_adapters(small_cache, tmp_path, "a")
     peft, request = small_cache.peft, small_cache.request(7, "a")
-    peft.add_request_peft(request)
+    add_and_wait(peft, request)
     peft.mark_request_done(request, pause=True)
     peft.mark_request_done(request, pause=True)
     assert (peft.active_tasks, peft.paused_tasks) == ({}, {request.lora_task_id: {7}})
-    peft.add_request_peft(request)
+    add_and_wait(peft, request)
     assert (peft.active_tasks, peft.paused_tasks) == ({request.lora_task_id: {7}}, {})
 
 
 def test_base_requests_make_no_call(small_cache: Cache) -> None:
     peft, base = small_cache.peft, LlmRequest(3)
-    peft.add_request_peft(base)
+    add_and_wait(peft, base)
     peft.mark_request_done(base, pause=True)
     peft.free_resources(base)
     lease = peft.ensure_batch([base], [LlmRequest(4)])
@@ -108,9 +109,9 @@ def test_base_requests_make_no_call(small_cache: Cache) -> None:
 def test_a_live_request_cannot_change_its_task(small_cache: Cache, tmp_path: Path) -> None:
     register_adapters(small_cache, tmp_path, "a", "b")
     peft = small_cache.peft
-    peft.add_request_peft(small_cache.request(1, "a"))
+    add_and_wait(peft, small_cache.request(1, "a"))
     with pytest.raises(RequestConflictError):
-        peft.add_request_peft(small_cache.request(1, "b"))
+        add_and_wait(peft, small_cache.request(1, "b"))
     assert peft.active_tasks == {small_cache.adapters.task_id("a"): {1}}
     assert not peft.is_task_cached(small_cache.adapters.task_id("b"))
 
@@ -118,9 +119,9 @@ def test_a_live_request_cannot_change_its_task(small_cache: Cache, tmp_path: Pat
 def test_a_finished_id_may_come_back_with_another_task(small_cache: Cache, tmp_path: Path) -> None:
     register_adapters(small_cache, tmp_path, "a", "b")
     peft = small_cache.peft
-    peft.add_request_peft(small_cache.request(1, "a"))
+    add_and_wait(peft, small_cache.request(1, "a"))
     peft.mark_request_done(small_cache.request(1, "a"))
-    peft.add_request_peft(small_cache.request(1, "b"))
+    add_and_wait(peft, small_cache.request(1, "b"))
     assert peft.active_tasks == {small_cache.adapters.task_id("b"): {1}}
 
 
@@ -131,7 +132,7 @@ def test_a_finished_id_may_come_back_with_another_task(small_cache: Cache, tmp_p
 def test_an_unknown_task_is_that_requests_error_alone(small_cache: Cache, task: int) -> None:
     peft = small_cache.peft
     with pytest.raises(PeftTaskNotCachedError) as caught:
-        peft.add_request_peft(LlmRequest(1, lora_task_id=task))
+        add_and_wait(peft, LlmRequest(1, lora_task_id=task))
     assert caught.value.task_id == task
     assert isinstance(caught.value, KeyError)
     with pytest.raises(PeftTaskNotCachedError):
@@ -147,18 +148,18 @@ def test_an_unknown_task_is_that_requests_error_alone(small_cache: Cache, task: 
 def test_carried_weights_live_until_they_are_evicted_unowned(small_cache: Cache) -> None:
     peft, weights = small_cache.peft, carried_weights(5)
     request = LlmRequest(1, lora_task_id=0, lora_weights=weights)
-    peft.add_request_peft(request)
+    add_and_wait(peft, request)
     tensors = adapter_tensors(small_cache.config.modules, 4, 5)
     assert_same_weights(peft.task_weights(0, "host"), weights_of(tensors, torch.float32))
     peft.mark_request_done(request)
-    peft.add_request_peft(LlmRequest(2, lora_task_id=0))  # still cached: no need to send again
+    add_and_wait(peft, LlmRequest(2, lora_task_id=0))  # still cached: no need to send again
     peft.evict_unowned("host")
     assert peft.is_task_cached(0)
     peft.mark_request_done(LlmRequest(2, lora_task_id=0))
     peft.evict_unowned("host")
     with pytest.raises(PeftTaskNotCachedError):
-        peft.add_request_peft(LlmRequest(3, lora_task_id=0))
-    peft.add_request_peft(LlmRequest(3, lora_task_id=0, lora_weights=weights))
+        add_and_wait(peft, LlmRequest(3, lora_task_id=0))
+    add_and_wait(peft, LlmRequest(3, lora_task_id=0, lora_weights=weights))
     assert_same_weights(peft.task_weights(0, "host"), weights_of(tensors, torch.float32))
 
 
@@ -168,7 +169,7 @@ def test_carried_weights_survive_their_tensors(small_cache: Cache) -> None:
     request = LlmRequest(1, 0, AdapterWeights.from_tensors(tensors, adapter_config(tensors)))
     for tensor in tensors.values():
         tensor.zero_()
-    small_cache.peft.add_request_peft(request)
+    add_and_wait(small_cache.peft, request)
     request.lora_weights = None
     gc.collect()
     assert_same_weights(small_cache.peft.task_weights(0, "host"), expected)
@@ -181,26 +182,26 @@ def test_carried_weights_of_mixed_types_at_odd_offsets(make_cache: MakeCache) ->
     for position, name in enumerate(tensors):
         tensors[name] = tensors[name].to(dtypes[position % 3])
     weights = AdapterWeights.from_tensors(tensors, adapter_config(tensors))
-    cache.peft.add_request_peft(LlmRequest(1, 0, weights))
+    add_and_wait(cache.peft, LlmRequest(1, 0, weights))
     assert_same_weights(cache.peft.task_weights(0, "host"), weights_of(tensors, torch.float32))
 
 
 def test_other_weights_under_a_live_id_are_refused(small_cache: Cache, tmp_path: Path) -> None:
     peft = small_cache.peft
-    peft.add_request_peft(LlmRequest(1, 0, carried_weights(1)))
-    peft.add_request_peft(LlmRequest(2, 0, carried_weights(1)))  # the same content again
+    add_and_wait(peft, LlmRequest(1, 0, carried_weights(1)))
+    add_and_wait(peft, LlmRequest(2, 0, carried_weights(1)))  # the same content again
     with pytest.raises(RequestConflictError):
-        peft.add_request_peft(LlmRequest(3, 0, carried_weights(2)))
+        add_and_wait(peft, LlmRequest(3, 0, carried_weights(2)))
     assert peft.active_tasks == {0: {1, 2}}
     for request in (1, 2):
         peft.mark_request_done(LlmRequest(request, 0))
-    peft.add_request_peft(LlmRequest(3, 0, carried_weights(2)))
+    add_and_wait(peft, LlmRequest(3, 0, carried_weights(2)))
     expected = weights_of(adapter_tensors(small_cache.config.modules, 4, 2), torch.float32)
     assert_same_weights(peft.task_weights(0, "host"), expected)
 
     register_adapters(small_cache, tmp_path, "a")
     with pytest.raises(RequestConflictError):
-        peft.add_request_peft(LlmRequest(4, small_cache.adapters.task_id("a"), carried_weights(1)))
+        add_and_wait(peft, LlmRequest(4, small_cache.adapters.task_id("a"), carried_weights(1)))
 
 
 # ---- full tiers --------------------------------------------------------------------------------
@@ -214,19 +215,19 @@ def test_a_full_host_tier_says_its_numbers_and_changes_nothing(
     register_adapters(cache, tmp_path, "a", "b", "c", "d")
     peft = cache.peft
     for request, name in enumerate("abc"):
-        peft.add_request_peft(cache.request(request, name))
+        add_and_wait(peft, cache.request(request, name))
         if name == "b":
             peft.mark_request_done(cache.request(request, name))
     before = (peft.active_tasks, peft.resident_tasks("host"), peft.free_pages("host"))
     with pytest.raises(LoraCacheFullError) as caught:
-        peft.add_request_peft(cache.request(9, "d"))
+        add_and_wait(peft, cache.request(9, "d"))
     error = caught.value
     assert (error.tier, error.needed_pages, error.free_pages) == ("host", pages, 1)
     assert error.evictable_pages == 0
     assert isinstance(error, MemoryError)
     assert (peft.active_tasks, peft.resident_tasks("host"), peft.free_pages("host")) == before
     peft.mark_request_done(cache.request(0, "a"))
-    peft.add_request_peft(cache.request(9, "d"))
+    add_and_wait(peft, cache.request(9, "d"))
     assert not peft.is_task_cached(cache.adapters.task_id("a"))
 
 
@@ -238,11 +239,11 @@ def test_eviction_is_all_or_nothing(make_cache: MakeCache, tmp_path: Path) -> No
     register_adapters(cache, tmp_path, "large", rank=12)
     peft = cache.peft
     for request, name in enumerate(("idle", "owned")):
-        peft.add_request_peft(cache.request(request, name))
+        add_and_wait(peft, cache.request(request, name))
     peft.ensure_batch([cache.request(0, "idle"), cache.request(1, "owned")], []).close()
     peft.mark_request_done(cache.request(0, "idle"))
     with pytest.raises(LoraCacheFullError) as caught:
-        peft.add_request_peft(cache.request(2, "large"))
+        add_and_wait(peft, cache.request(2, "large"))
     error = caught.value
     assert (error.needed_pages, error.evictable_pages) == (large, small)
     assert error.free_pages == total - 2 * small
@@ -250,11 +251,11 @@ def test_eviction_is_all_or_nothing(make_cache: MakeCache, tmp_path: Path) -> No
     assert peft.stats.host.tasks_evicted == 0
 
     peft.mark_request_done(cache.request(1, "owned"))
-    peft.add_request_peft(cache.request(2, "large"))  # displaces both, but from the host tier only
+    add_and_wait(peft, cache.request(2, "large"))  # displaces both, but from the host tier only
     for name in ("idle", "owned"):
         assert cache.adapters.get(name).tiers == ("device",)
     with pytest.raises(LoraCacheFullError):  # neither does the host copy fit beside the large one
-        peft.add_request_peft(cache.request(3, "owned"))
+        add_and_wait(peft, cache.request(3, "owned"))
     assert cache.adapters.get("large").tiers == ("host",)
     assert cache.adapters.get("owned").owners == frozenset()
 
@@ -267,12 +268,12 @@ def test_an_adapter_that_fits_neither_tier_is_told_at_once(
         cache = make_cache(host_pages=host, device_pages=device)
         register_adapters(cache, tmp_path / tier, "a")
         with pytest.raises(AdapterTooLargeError) as caught:
-            cache.peft.add_request_peft(cache.request(1, "a"))
+            add_and_wait(cache.peft, cache.request(1, "a"))
         error = caught.value
         assert (error.tier, error.needed_pages, error.total_pages) == (tier, pages, pages - 1)
         assert error.page_bytes == cache.peft.page_bytes
         with pytest.raises(AdapterTooLargeError):
-            cache.peft.add_request_peft(LlmRequest(2, 5, carried_weights(1)))
+            add_and_wait(cache.peft, LlmRequest(2, 5, carried_weights(1)))
         assert cache.peft.active_tasks == {}
 
 
@@ -282,9 +283,9 @@ def test_least_recently_used_unowned_tasks_go_first(make_cache: MakeCache, tmp_p
     register_adapters(cache, tmp_path, *"abcd")
     peft = cache.peft
     for request, name in ((1, "a"), (2, "b"), (3, "c"), (4, "a")):
-        peft.add_request_peft(cache.request(request, name))
+        add_and_wait(peft, cache.request(request, name))
         peft.mark_request_done(cache.request(request, name))
-    peft.add_request_peft(cache.request(5, "d"))
+    add_and_wait(peft, cache.request(5, "d"))
     cached = {name for name in "abcd" if peft.is_task_cached(cache.adapters.task_id(name))}
     assert cached == {"a", "c", "d"}
     assert peft.stats.host.tasks_evicted == 1
@@ -301,7 +302,7 @@ def test_device_victims_are_unowned_then_paused_then_active(
     first = [cache.request(i, name) for i, name in enumerate(("active", "paused", "gone"))]
     later = [cache.request(i + 10, name) for i, name in enumerate("xyz")]
     for request in (*first, *later):
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     peft.ensure_batch([], first).close()
     peft.mark_request_done(first[1], pause=True)
     peft.mark_request_done(first[2])
@@ -318,7 +319,7 @@ def test_device_victims_are_unowned_then_paused_then_active(
 def test_tiers_are_not_inclusive_and_refill_each_other(small_cache: Cache, tmp_path: Path) -> None:
     register_adapters(small_cache, tmp_path, "a")
     peft, request = small_cache.peft, small_cache.request(1, "a")
-    peft.add_request_peft(request)
+    add_and_wait(peft, request)
     peft.ensure_batch([request], []).close()
     weights = peft.task_weights(request.lora_task_id, "device")
     peft.mark_request_done(request)
@@ -326,7 +327,7 @@ def test_tiers_are_not_inclusive_and_refill_each_other(small_cache: Cache, tmp_p
     assert not peft.is_task_cached(request.lora_task_id)
     assert small_cache.adapters.get("a").tiers == ("device",)
     reads = peft.stats.source_reads
-    peft.add_request_peft(request)
+    add_and_wait(peft, request)
     assert peft.stats.source_reads == reads
     assert_same_weights(peft.task_weights(request.lora_task_id, "host"), weights)
 

@@ -16,7 +16,7 @@ from tests.support.adapters import (
     read_matrix,
     same_bits,
 )
-from tests.support.cache_fixtures import check_pages
+from tests.support.cache_fixtures import add_and_wait, check_pages
 from tests.support.packed_adapters import ROWS, pack, packed_model, reference_matrices
 
 from pagedlora import (
@@ -79,18 +79,18 @@ def sender(
 
 
 def test_a_request_without_an_adapter_is_welcome(manager: PeftCacheManager) -> None:
-    manager.add_request_peft(LlmRequest(0))
+    add_and_wait(manager, LlmRequest(0))
     assert (manager.active_tasks, manager.paused_tasks) == ({}, {})
 
 
 def test_a_missing_task_asks_for_its_weights(manager: PeftCacheManager) -> None:
     with pytest.raises(PeftTaskNotCachedError, match=r"1234.*send its weights with the request"):
-        manager.add_request_peft(LlmRequest(1, TASK))
+        add_and_wait(manager, LlmRequest(1, TASK))
     assert not manager.is_task_cached(TASK)
     assert manager.active_tasks == {}
-    manager.add_request_peft(sender(manager, 1, TASK))
+    add_and_wait(manager, sender(manager, 1, TASK))
     assert manager.active_tasks == {TASK: {1}}
-    manager.add_request_peft(LlmRequest(2, TASK))  # the weights are there now
+    add_and_wait(manager, LlmRequest(2, TASK))  # the weights are there now
     assert manager.active_tasks == {TASK: {1, 2}}
 
 
@@ -99,7 +99,7 @@ def test_a_missing_task_asks_for_its_weights(manager: PeftCacheManager) -> None:
 def test_put_and_get(make_manager: MakeManager, dtype: torch.dtype, columns: int) -> None:
     manager = make_manager(dtype)
     request = sender(manager, 1, TASK, columns=columns)
-    manager.add_request_peft(request)
+    add_and_wait(manager, request)
     lease, requests_of_task = manager.ensure_batch_map_task_id([request], [])
     assert requests_of_task == {TASK: [1]}
     entries = {(entry.module_id, entry.layer_id): entry for entry in lease[1]}
@@ -138,22 +138,22 @@ def test_owners_of_one_request(manager: PeftCacheManager) -> None:
     for pause in (False, True):
         manager.mark_request_done(other, pause=pause)
         assert (manager.active_tasks, manager.paused_tasks) == ({}, {})  # it owns nothing yet
-    manager.add_request_peft(other)
+    add_and_wait(manager, other)
     manager.mark_request_done(other, pause=True)
     assert (manager.active_tasks, manager.paused_tasks) == ({}, {0: {1}})
     for _ in range(2):
-        manager.add_request_peft(other)
+        add_and_wait(manager, other)
         assert (manager.active_tasks, manager.paused_tasks) == ({0: {1}}, {})
 
 
 def test_owners_of_one_task_that_pause_and_end(manager: PeftCacheManager) -> None:
     bystander, first = sender(manager, 1, 0), sender(manager, 12345, TASK, seed=2)
     second = LlmRequest(54321, TASK)
-    manager.add_request_peft(bystander)
-    manager.add_request_peft(first)
+    add_and_wait(manager, bystander)
+    add_and_wait(manager, first)
     assert (manager.active_tasks, manager.paused_tasks) == ({0: {1}, TASK: {12345}}, {})
     assert flags(manager)[1:] == (False, False)
-    manager.add_request_peft(second)
+    add_and_wait(manager, second)
     assert (manager.active_tasks, manager.paused_tasks) == ({0: {1}, TASK: {12345, 54321}}, {})
     assert flags(manager)[1:] == (False, False)
     manager.ensure_batch([first], []).close()
@@ -257,9 +257,9 @@ def test_the_python_manager(make_manager: MakeManager) -> None:
     empty = manager.ensure_batch([], [])
     assert (dict(empty), len(empty), empty.errors) == ({}, 0, {})
     with pytest.raises(PeftTaskNotCachedError):
-        manager.add_request_peft(LlmRequest(0, 0))
+        add_and_wait(manager, LlmRequest(0, 0))
     request = sender(manager, 1, 1)
-    manager.add_request_peft(request)
+    add_and_wait(manager, request)
     lease = manager.ensure_batch([request], [])
     assert list(lease) == [1]
     assert len(lease[1]) == 26

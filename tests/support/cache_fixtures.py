@@ -117,6 +117,16 @@ def small_cache(make_cache: Callable[..., Cache]) -> Cache:
     return make_cache()
 
 
+def add_and_wait(peft: PeftCacheManager, request: LlmRequest) -> None:
+    """Adds a request and waits for its load; raises its error, the request being done then."""
+    peft.add_request_peft(request)
+    assert peft.wait_idle(), "loads take for ever"
+    error = peft.adapter_error(request)
+    if error is not None:
+        peft.mark_request_done(request)
+        raise error
+
+
 def check_pages(peft: PeftCacheManager) -> None:
     """Runs the cache's own checks and compares what it reports about pages."""
     peft.check_invariants()

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from tests.support.adapters import CONFIG_FILE, WEIGHTS_FILE, layered_modules
+from tests.support.cache_fixtures import add_and_wait
 
 from pagedlora import (
     LlmRequest,
@@ -105,7 +106,7 @@ def serve(peft: PeftCacheManager, manager: LoraManager, number: int) -> None:
     names = [str(n) for n in (number, max(number - 1, 0))]
     requests = [LlmRequest(2 * number + i, manager.task_id(n)) for i, n in enumerate(names)]
     for request in requests:
-        peft.add_request_peft(request)
+        add_and_wait(peft, request)
     with peft.ensure_batch(requests, []) as lease:
         assert lease[requests[0].request_id]
         a, b = peft.task_weights(requests[0].lora_task_id)["model.layers.7.k"]

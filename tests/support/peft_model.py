@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Tier = Literal["host", "device"]
-UNOWNED, PAUSED, ACTIVE = range(3)
+UNOWNED, WAITING, PAUSED, ACTIVE = range(4)
 
 
 @dataclass
@@ -26,6 +26,7 @@ class PeftModel:
         paused: Task to the requests that are paused.
         task_of: Task of every live request.
         resident: Tasks by tier.
+        started: Live requests that were in a batch or paused.
         leased: Tasks that the open lease reads.
         demoted: Tasks whose device copies count as unowned since a reset.
     """
@@ -37,6 +38,7 @@ class PeftModel:
     paused: dict[int, set[int]] = field(default_factory=dict)
     task_of: dict[int, int] = field(default_factory=dict)
     resident: dict[Tier, set[int]] = field(default_factory=lambda: {"host": set(), "device": set()})
+    started: set[int] = field(default_factory=set)
     leased: set[int] = field(default_factory=set)
     demoted: set[int] = field(default_factory=set)
 
@@ -48,10 +50,17 @@ class PeftModel:
 
     def add(self, request: int, task: int) -> None:
         """The request becomes an active owner."""
+        was_started = request in self.started
         self._forget(request)
         self.active.setdefault(task, set()).add(request)
         self.task_of[request] = task
+        if was_started:
+            self.started.add(request)
         self.demoted.discard(task)
+
+    def start(self, requests: Iterable[int]) -> None:
+        """The requests were in a batch."""
+        self.started.update(requests)
 
     def done(self, request: int, pause: bool) -> None:
         """The request ends or is paused; nothing if it is not live."""
@@ -64,10 +73,12 @@ class PeftModel:
         if pause:
             self.paused.setdefault(task, set()).add(request)
             self.task_of[request] = task
+            self.started.add(request)
         self.demoted.discard(task)
 
     def _forget(self, request: int) -> None:
         task = self.task_of.pop(request, None)
+        self.started.discard(request)
         for owners in (self.active, self.paused):
             if task in owners:
                 owners[task].discard(request)
@@ -95,7 +106,9 @@ class PeftModel:
         """How soon a resident is given up; only unowned ones are in the host tier."""
         if tier == "host" or task in self.demoted:
             return UNOWNED
-        return ACTIVE if task in self.active else PAUSED if task in self.paused else UNOWNED
+        if self.active.get(task, set()) & self.started:
+            return ACTIVE
+        return PAUSED if task in self.paused else WAITING if task in self.active else UNOWNED
 
     def settle(
         self,

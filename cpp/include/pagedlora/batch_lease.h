@@ -6,12 +6,14 @@
 // Thread-safe: close() waits for readers that hold hold_open().
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <shared_mutex>
+#include <span>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "pagedlora/ids.h"
@@ -27,7 +29,11 @@ class BatchLease {
     TaskPages pages;  // points into `layout`
     std::shared_ptr<const Layout> layout;
   };
-  using Release = std::function<void(const std::vector<LeasedTask>&)>;
+  struct LeasedRequest {
+    RequestId request;
+    std::size_t position = 0;  // in tasks()
+  };
+  using Release = std::function<void(const std::vector<LeasedTask>&, void* stream)>;
 
   // `release` unpins the tasks; it is called once, by the first close(), or by the destructor.
   BatchLease(std::shared_ptr<const LoraModelConfig> config, Release release)
@@ -36,17 +42,23 @@ class BatchLease {
   BatchLease(const BatchLease&) = delete;
   BatchLease& operator=(const BatchLease&) = delete;
 
-  // Filled by the manager before the lease is handed out.
+  // Filled by the manager before the lease is handed out; then sort_requests().
   void add_task(const LeasedTask& leased) { tasks_.push_back(leased); }
   void add_request(RequestId request, std::size_t task_position) {
-    task_of_request_.emplace(request, task_position);
+    requests_.push_back({request, task_position});
   }
   void add_error(RequestId request, std::exception_ptr error) {
     errors_.emplace(request, std::move(error));
   }
+  void sort_requests();  // and drops repeated ones
+
+  // Empties a closed lease for another batch; keeps its memory.
+  void reopen(Release release);
 
   const std::vector<LeasedTask>& tasks() const { return tasks_; }
-  const std::unordered_map<RequestId, std::size_t>& requests() const { return task_of_request_; }
+  // By request id, each once.
+  std::span<const LeasedRequest> requests() const { return requests_; }
+  bool has_request(RequestId request) const { return position_of(request) != nullptr; }
   // Requests whose adapter could not be brought in, each with its own error.
   const std::unordered_map<RequestId, std::exception_ptr>& errors() const { return errors_; }
 
@@ -60,12 +72,16 @@ class BatchLease {
 
   // Keeps the lease from being closed for as long as the result lives. Throws LeaseClosedError.
   [[nodiscard]] std::shared_lock<std::shared_mutex> hold_open() const;
-  void close() noexcept;  // idempotent
+
+  // The batch's reads are over, or are launched on `stream` of the device; idempotent.
+  void close(void* stream = nullptr) noexcept;
 
  private:
+  const LeasedRequest* position_of(RequestId request) const;
+
   std::shared_ptr<const LoraModelConfig> config_;
   std::vector<LeasedTask> tasks_;
-  std::unordered_map<RequestId, std::size_t> task_of_request_;
+  std::vector<LeasedRequest> requests_;
   std::unordered_map<RequestId, std::exception_ptr> errors_;
   mutable std::shared_mutex mutex_;
   Release release_;  // empty once closed

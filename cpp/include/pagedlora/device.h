@@ -1,7 +1,8 @@
 // The memory that a tier's pages live in, and how bytes get there.
 //
 // A tier asks its device for one arena at construction and copies pages between arenas through
-// it. HostDevice is ordinary memory; with it both tiers are RAM and a copy is a memcpy.
+// it. HostDevice is ordinary memory; with it both tiers are RAM and a copy is a memcpy. Copies run
+// on the manager's workers, which may be many: a device that has streams gives each call one.
 //
 // Implementations are thread-safe for distinct memory ranges.
 #pragma once
@@ -10,6 +11,8 @@
 #include <memory>
 #include <span>
 #include <string_view>
+
+#include "pagedlora/page_use.h"
 
 namespace pagedlora {
 
@@ -40,6 +43,17 @@ class Device {
   // Makes the range cheap to write for the first time. A hint: changes no content, may run beside
   // any other use of the range, may do nothing.
   virtual void prefault(std::byte* begin, std::size_t bytes) noexcept = 0;
+
+  // Whether the CPU may write this device's memory as its own, so that one pass over a source can
+  // fill both tiers.
+  virtual bool is_host_memory() const { return false; }
+
+  // What has been launched on `stream` so far, as a use of the pages that it reads; nullptr if
+  // nothing of it can still be running.
+  virtual std::shared_ptr<const PageUse> launched_work(void* stream) {
+    static_cast<void>(stream);
+    return nullptr;
+  }
 
   // Copies host memory into this device's, or back. Returns when the bytes are there. May block.
   virtual void copy_from_host(std::span<const CopyRun> runs) = 0;

@@ -1,15 +1,16 @@
 // The life of one task in one tier. docs/states.md explains it; a test compares the two.
 //
 //     absent --claim--> loading --publish--> resident --evict--> absent
-//                          \------ fail -----------------------> absent
+//                          |\----- fail -----------------------> absent
+//                           \----- cancel ---------------------> absent
 //
 //   absent    no pages; the tier does not know the task
-//   loading   pages are claimed and being written; nobody may read them, nobody may evict them
-//   resident  every part is in place and readable; evictable while its pin count is zero
+//   loading   pages are claimed and being written, nobody may read them; the load can be cancelled
+//             while the pin count is zero
+//   resident  every part is in place and readable; evictable while the pin count is zero
 //
 // What is not in the table is refused: a second claim would let two writers meet, an eviction of
-// a loading entry would give its pages away under a writer. Pins are a counter beside the state,
-// never a state.
+// a loading entry would not stop its writer. Pins are a counter beside the state, never a state.
 //
 // Immutable; thread-safe.
 #pragma once
@@ -22,7 +23,7 @@
 namespace pagedlora {
 
 enum class EntryState : std::uint8_t { absent, loading, resident };
-enum class EntryEvent : std::uint8_t { claim, publish, fail, evict };
+enum class EntryEvent : std::uint8_t { claim, publish, fail, cancel, evict };
 
 struct EntryTransition {
   EntryState from;
@@ -34,6 +35,7 @@ inline constexpr std::array kEntryTransitions{
     EntryTransition{EntryState::absent, EntryEvent::claim, EntryState::loading},
     EntryTransition{EntryState::loading, EntryEvent::publish, EntryState::resident},
     EntryTransition{EntryState::loading, EntryEvent::fail, EntryState::absent},
+    EntryTransition{EntryState::loading, EntryEvent::cancel, EntryState::absent},
     EntryTransition{EntryState::resident, EntryEvent::evict, EntryState::absent},
 };
 
@@ -52,7 +54,7 @@ constexpr std::string_view entry_state_name(EntryState state) {
 }
 
 constexpr std::string_view entry_event_name(EntryEvent event) {
-  constexpr std::array<std::string_view, 4> kNames{"claim", "publish", "fail", "evict"};
+  constexpr std::array<std::string_view, 5> kNames{"claim", "publish", "fail", "cancel", "evict"};
   return kNames[static_cast<std::size_t>(event)];
 }
 

@@ -5,6 +5,7 @@
 // with which numbers, and what to change.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -93,6 +94,15 @@ class AdapterReadError : public Error {
   int error_number;
 };
 
+// A task cannot be forgotten while somebody uses it.
+class AdapterInUseError : public Error {
+ public:
+  AdapterInUseError(TaskId task, std::size_t num_owners, std::size_t num_pins, bool is_leased);
+
+  TaskId task;
+  std::size_t num_owners;
+};
+
 // A pool could not be allocated.
 class OutOfMemoryError : public Error {
  public:
@@ -100,6 +110,16 @@ class OutOfMemoryError : public Error {
 
   std::string tier;
   std::size_t bytes;
+};
+
+// A source or a device did not answer in time. The load was given up; asking again starts it anew.
+class AdapterLoadTimeout : public Error {
+ public:
+  // `stuck_readers`: how many earlier loads block every worker, so that this one was not begun.
+  explicit AdapterLoadTimeout(double limit_seconds, std::size_t stuck_readers = 0);
+
+  double limit_seconds;
+  std::size_t stuck_readers;
 };
 
 // A live request was added again for another task, or with other weights.

@@ -18,6 +18,8 @@ namespace pagedlora {
 struct PolicyNode {
   TaskId task;
   std::uint64_t last_use = 0;  // uses are numbered in call order
+  std::uint64_t distance = 0;  // of a task that waits: how far away its turn is
+  double score = 0;            // a policy's own
   PolicyNode* previous = nullptr;
   PolicyNode* next = nullptr;
 };
@@ -26,20 +28,23 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // Enters a node that becomes evictable: not a use, its last_use may lie long ago.
+  // The node, which is not inserted, is used; the number is the largest so far.
+  virtual void record_use(PolicyNode& node, std::uint64_t use) { node.last_use = use; }
+  // Enters a node that becomes evictable: not a use, its last one may lie long ago.
   virtual void insert(PolicyNode& node) = 0;
-  // The inserted node was used again; its last_use has just become the largest of all.
-  virtual void touch(PolicyNode& node) = 0;
   virtual void erase(PolicyNode& node) = 0;
   // Who goes next; nullptr when empty. Changes nothing.
   virtual PolicyNode* victim() = 0;
-  // Every inserted node once.
+  // Every inserted node once; the first ones go first.
   virtual void visit(const std::function<void(const PolicyNode&)>& visitor) const = 0;
 };
 
 using PolicyFactory = std::function<std::unique_ptr<EvictionPolicy>()>;
 
-// "lru": least recently used first. Throws InvalidArgumentError for any other name.
+// "lru": least recently used first.
+// "lrfu": fewest recent uses first. Each use counts half of what it did 256 uses of the tier ago,
+//         so that one-time visitors do not displace what many requests come back to.
+// Throws InvalidArgumentError for any other name.
 PolicyFactory eviction_policy_factory(std::string_view name);
 
 }  // namespace pagedlora

@@ -1,24 +1,29 @@
 // One tier: which tasks are in it, in which state, on which pages, and whom to evict.
 //
 // States and transitions are those of entry_state.h. Beside its state an entry has
-//   pins   reasons why it must not be evicted: owners in the host tier, leases in the device tier
+//   pins   reasons why it must stay: owners in the host tier, leases in the device tier
 //   class  how soon it is given up when it has no pin; decided by the owner sets
+//   uses   what reads or writes its pages and does not keep them from being given away: they stay
+//          with the pages, and whoever writes them next waits for them (page_use.h)
 //
 // Invariants (check_invariants)
 //   every page is free or in exactly one entry, and a claimed page is not free in the pool
 //   an entry exists only while loading or resident; absent entries are not stored
-//   the policy of a class holds exactly the resident entries of that class without pins
+//   the policy of a class holds exactly the entries of that class without pins
 //   evictable_pages() is the sum of their pages
 //
-// Eviction is all or nothing: try_make_room first finds out whether enough can be freed.
+// An entry without pins can be given up whether it is resident or still loading. So who is given up
+// follows from the calls, never from how far a copy has come. It is all or nothing: try_make_room
+// first finds out whether enough can be freed.
 //
 // Thread-compatible: the caller holds the manager's lock. Addresses of entries are stable until
-// they are evicted.
+// they are given up.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,12 +34,14 @@
 #include "pagedlora/eviction_policy.h"
 #include "pagedlora/ids.h"
 #include "pagedlora/page_pool.h"
+#include "pagedlora/page_use.h"
 
 namespace pagedlora {
 
-// In the order in which entries are given up.
-enum class EvictionClass : std::uint8_t { unowned, paused, active };
-inline constexpr std::size_t kNumEvictionClasses = 3;
+// In the order in which entries are given up. Within `waiting` the farthest goes first
+// (PolicyNode::distance), within the others the policy decides.
+enum class EvictionClass : std::uint8_t { unowned, waiting, paused, active };
+inline constexpr std::size_t kNumEvictionClasses = 4;
 
 // Why a claim cannot succeed now.
 struct Shortage {
@@ -50,8 +57,13 @@ class LoraCache {
     EvictionClass eviction_class = EvictionClass::unowned;
     std::uint32_t pins = 0;
     std::vector<PageId> pages;
+    PageUses uses;
     PolicyNode node;
   };
+
+  // Called before an entry is given up for others: its writer, if any, must be told to stop, and
+  // must be among its uses for as long as it may still write.
+  using OnVictim = std::function<void(TaskId)>;
 
   LoraCache(std::shared_ptr<Device> device, std::string tier, std::size_t num_pages,
             std::size_t page_bytes, const PolicyFactory& make_policy);
@@ -64,29 +76,35 @@ class LoraCache {
   // if it can.
   std::optional<Shortage> shortage(std::size_t pages, std::size_t kept_pages = 0) const;
 
+  // The same when only unowned entries, and waiting ones farther than `distance`, may go.
+  std::optional<Shortage> shortage_for_waiting(std::size_t pages, std::uint64_t distance) const;
+
   [[noreturn]] void refuse(const Shortage& shortage) const;  // throws LoraCacheFullError
 
-  // Evicts until `pages` are free and appends the victims to `evicted`; or changes nothing and says
-  // why not.
-  std::optional<Shortage> try_make_room(std::size_t pages, std::vector<TaskId>& evicted);
+  // Evicts until `pages` are free, or changes nothing and says why not.
+  std::optional<Shortage> try_make_room(std::size_t pages, const OnVictim& on_victim);
 
-  // absent -> loading, on the lowest free pages. There must be room (std::logic_error).
-  const Entry& claim(TaskId task, std::size_t pages, std::uint64_t use);
+  // absent -> loading, on the lowest free pages. There must be room (std::logic_error). Returns what
+  // still goes on in the pages: to be waited for before they are written.
+  PageUses claim(TaskId task, std::size_t pages, std::uint64_t use);
   void publish(TaskId task);  // loading -> resident
   void fail(TaskId task);     // loading -> absent; the pages are free again
-  void evict(TaskId task);    // resident and unpinned -> absent
+  void evict(TaskId task);    // unpinned and resident (evict) or loading (cancel) -> absent
 
   void pin(TaskId task);  // loading or resident
   void unpin(TaskId task);
   void use(TaskId task, std::uint64_t use);  // numbered in call order; absent tasks are ignored
-  void set_class(TaskId task, EvictionClass eviction_class);  // absent tasks are ignored
+  void add_page_use(TaskId task, std::shared_ptr<const PageUse> use);  // loading or resident
 
-  // Every unpinned resident entry becomes `unowned`, keeping the order of victims.
+  // `distance` counts in the class `waiting` only. Absent tasks are ignored.
+  void set_class(TaskId task, EvictionClass eviction_class, std::uint64_t distance = 0);
+
+  // Every unpinned entry becomes `unowned`, keeping the order of victims.
   void demote_all();
 
   const PagePool& pool() const { return pool_; }
   const std::string& tier() const { return tier_; }
-  std::size_t evictable_pages() const { return evictable_pages_; }
+  std::size_t evictable_pages() const;
   const std::unordered_map<TaskId, Entry>& entries() const { return entries_; }
 
   // Throws std::logic_error saying which invariant is broken.
@@ -95,9 +113,11 @@ class LoraCache {
  private:
   Entry& require(TaskId task, EntryEvent event);
   static bool is_evictable(const Entry& entry);
+  EvictionPolicy& policy_of(const Entry& entry);
   void enter_policy(Entry& entry);
   void leave_policy(Entry& entry);
   void remove(TaskId task);
+  PageUses uses_of(const std::vector<PageId>& pages);
   void check_entry(TaskId task, const Entry& entry, std::vector<bool>& owned) const;
   void check_policies() const;
   PolicyNode* next_victim();
@@ -106,7 +126,9 @@ class LoraCache {
   PagePool pool_;
   std::unordered_map<TaskId, Entry> entries_;
   std::array<std::unique_ptr<EvictionPolicy>, kNumEvictionClasses> policies_;
-  std::size_t evictable_pages_ = 0;
+  std::array<std::size_t, kNumEvictionClasses> evictable_pages_{};  // by class
+  // What goes on in pages that their entry has lost; ended ones are dropped when a page is claimed.
+  std::unordered_map<PageId, PageUses> page_uses_;
 };
 
 }  // namespace pagedlora

@@ -5,6 +5,8 @@
 //
 // The arena is made cheap to write block by block on a thread of its own; nothing waits for it.
 //
+// The memory lasts as long as anybody shares arena(), also when the pool is gone.
+//
 // Thread-compatible: the caller holds the tier's lock. base() and page_bytes() are immutable.
 #pragma once
 
@@ -43,8 +45,9 @@ class PagePool {
   std::size_t num_free() const { return num_free_; }
   std::size_t page_bytes() const { return page_bytes_; }
   std::size_t arena_bytes() const { return num_pages_ * page_bytes_; }
-  std::byte* base() const { return arena_; }
-  Device& device() const { return *device_; }
+  std::byte* base() const { return arena_.get(); }
+  std::shared_ptr<const void> arena() const { return arena_; }  // keeps the memory of the pages
+  const std::shared_ptr<Device>& device() const { return device_; }
 
  private:
   void mark(std::size_t page, bool free);
@@ -56,7 +59,7 @@ class PagePool {
   std::size_t num_pages_;
   std::size_t page_bytes_;
   std::size_t num_free_;
-  std::byte* arena_ = nullptr;
+  std::shared_ptr<std::byte> arena_;
   // Bit i of level k+1 is set when word i of level k is not zero; level 0 has a bit per page.
   std::vector<std::vector<std::uint64_t>> levels_;
   std::atomic<bool> stop_prefault_{false};

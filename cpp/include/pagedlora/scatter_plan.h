@@ -5,11 +5,16 @@
 // rectangles, and each rectangle is cast and written to one place, or to the same place of two
 // tiers, while it is hot. Whoever executes the plan, the bits are those of dtype.h.
 //
+// A load may be given up while its source blocks: the targets are asked for anew before each chunk
+// is written, and what holds them back from being given away holds for that chunk only.
+//
 // ScatterPlan: a view of a plan and a layout, which must outlive it; thread-compatible.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -19,22 +24,44 @@
 
 namespace pagedlora {
 
+// The pages that a plan fills, for as long as they may be written.
+class ScatterTargets {
+ public:
+  struct Access {
+    std::unique_lock<std::mutex> lock;  // released when the chunk has been written
+    const TaskPages* target = nullptr;
+    const TaskPages* second = nullptr;  // nullptr, or gets the same bytes in the same pass
+  };
+
+  virtual ~ScatterTargets() = default;
+
+  // Where the chunk that has just been read goes. Throws if it is not wanted any more.
+  virtual Access open() = 0;
+};
+
 class ScatterPlan {
  public:
   // `layout` must be of plan.row_shapes().
   ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout);
 
-  // Reads every matrix of `source` once and fills all parts of `target` (and of `second`, if given,
-  // in the same pass). `chunk` is scratch of at least kMinChunkBytes. May block. Throws what the
-  // reader throws, and AdapterFormatError for a finite value that float16 cannot hold; the targets
-  // are then partly written.
-  void execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
-               const TaskPages& target, const TaskPages* second) const;
+  // Reads matrices from the reader, in the order in which they lie there, and fills the parts of the
+  // targets: all of them, or those in the first `max_chunks` chunks. `chunk` is scratch of at least
+  // kMinChunkBytes. May block. Throws what the reader and the targets throw, and AdapterFormatError
+  // for a finite value that float16 cannot hold; the targets are then partly written.
+  // Returns a checksum of the bytes that were read: equal ones for equal bytes, if the chunk had
+  // the same size.
+  std::uint64_t execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
+                        ScatterTargets& targets, std::size_t max_chunks = kAllChunks) const;
+
+  // The same to pages that nobody can take away meanwhile.
+  std::uint64_t execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
+                        const TaskPages& target, const TaskPages* second) const;
 
   std::uint64_t source_bytes() const { return source_bytes_; }  // that execute() reads
 
   static constexpr std::size_t kChunkBytes = 256U << 10;
   static constexpr std::size_t kMinChunkBytes = 16U << 10;
+  static constexpr std::size_t kAllChunks = std::numeric_limits<std::size_t>::max();
 
  private:
   // A matrix of the source: A [rank, in] or B [out, rank], row-major.
@@ -63,6 +90,7 @@ class ScatterPlan {
   class WindowBuilder;
   class Copies;
 
+  void write(const Window& window, Copies& copies) const;
   void list_a(const Segment& segment, Copies& copies) const;
   void list_b(const Segment& segment, Copies& copies) const;
   [[noreturn]] void refuse_overflow(const Matrix& matrix) const;

@@ -2,15 +2,25 @@
 //
 // Per task two sets of request ids, active A and paused P; a request is in at most one, and of
 // one task. The task of a request is remembered from add to done, whatever its caller says later.
+// When a load fails, the task's owners become failed (F): they own nothing any more, and keep their
+// error until they are done.
 //
-//   call        r in neither     r in A          r in P
-//   add(r)      A + r            nothing         A + r, P - r   (another task: conflict)
-//   pause(r)    nothing          A - r, P + r    nothing
-//   done(r)     nothing          A - r           P - r
+//   call            r in none    r in A          r in P          r in F
+//   add(r)          A + r        nothing         A + r, P - r    nothing   (another task: conflict)
+//   pause(r)        nothing      A - r, P + r    nothing         nothing
+//   done(r)         nothing      A - r           P - r           F - r
+//   fail(task)      -            F + r, A - r    F + r, P - r    nothing
+//   revoke(task)    -            A - r           refused         -
+//
+// A request has started when its first chunk was in a batch. Owners of a task of which none has
+// started, and none is paused, can be revoked: they wait again.
 //
 // Empty sets are not kept. Thread-compatible: the caller holds the manager's lock.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <optional>
 #include <set>
 #include <unordered_map>
@@ -24,23 +34,37 @@ class TaskOwners {
   struct Sets {
     std::set<RequestId> active;
     std::set<RequestId> paused;
+    std::size_t num_started = 0;    // of the active ones
+    std::uint64_t owned_since = 0;  // number of the add that made the first owner
+
+    bool is_revocable() const { return paused.empty() && num_started == 0; }
+  };
+  struct Failure {
+    TaskId task;
+    std::exception_ptr error;
   };
   enum class Added { newly, resumed, already };
 
-  std::optional<TaskId> task_of(RequestId request) const;
+  std::optional<TaskId> task_of(RequestId request) const;  // of an owner or a failed one
+  const Failure* failure_of(RequestId request) const;      // nullptr: not failed
 
   // nullptr: the task has no owner.
   const Sets* sets_of(TaskId task) const;
   bool has_active(TaskId task) const;
   bool has_any(TaskId task) const { return sets_of(task) != nullptr; }
+  bool is_active(RequestId request) const;
 
   // Throws RequestConflictError if the request lives with another task.
   void check_add(RequestId request, TaskId task) const;
-  Added add(RequestId request, TaskId task);  // throws as check_add
+  Added add(RequestId request, TaskId task, bool started = false);  // throws as check_add
+  bool start(RequestId request);  // whether this made an active owner one that has started
 
-  // The request's task if the call changed something.
+  // The request's task if the call changed an owner set.
   std::optional<TaskId> pause(RequestId request);
   std::optional<TaskId> done(RequestId request);
+
+  void fail(TaskId task, const std::exception_ptr& error);
+  void revoke(TaskId task);  // its sets must be revocable (std::logic_error)
 
   const std::unordered_map<TaskId, Sets>& by_task() const { return by_task_; }
 
@@ -48,10 +72,19 @@ class TaskOwners {
   void check_invariants() const;
 
  private:
-  void drop_if_empty(TaskId task);
+  struct Life {
+    TaskId task;
+    bool started = false;
+    bool is_paused = false;
+  };
 
-  std::unordered_map<RequestId, TaskId> task_by_request_;
+  void drop_if_empty(TaskId task);
+  void check_life(TaskId task, RequestId request, bool is_paused) const;
+
+  std::unordered_map<RequestId, Life> lives_;
   std::unordered_map<TaskId, Sets> by_task_;
+  std::unordered_map<RequestId, Failure> failures_;
+  std::uint64_t adds_ = 0;
 };
 
 }  // namespace pagedlora

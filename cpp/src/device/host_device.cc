@@ -80,6 +80,8 @@ class HostDevice final : public Device {
 #endif
   }
 
+  bool is_host_memory() const override { return true; }
+
   void copy_from_host(std::span<const CopyRun> runs) override { copy_runs(runs); }
   void copy_to_host(std::span<const CopyRun> runs) override { copy_runs(runs); }
 };

@@ -1,6 +1,7 @@
 #include <memory>
 #include <string>
 
+#include "lrfu.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/eviction_policy.h"
 
@@ -24,11 +25,6 @@ class LruPolicy final : public EvictionPolicy {
     node.next = before->next;
     before->next->previous = &node;
     before->next = &node;
-  }
-
-  void touch(PolicyNode& node) override {
-    erase(node);
-    insert(node);
   }
 
   void erase(PolicyNode& node) override {
@@ -55,7 +51,11 @@ PolicyFactory eviction_policy_factory(std::string_view name) {
   if (name == "lru") {
     return [] { return std::make_unique<LruPolicy>(); };
   }
-  throw InvalidArgumentError("eviction_policy is \"" + std::string(name) + "\"; \"lru\" is known");
+  if (name == "lrfu") {
+    return &internal::make_lrfu_policy;
+  }
+  throw InvalidArgumentError("eviction_policy is \"" + std::string(name) +
+                             "\"; \"lru\" and \"lrfu\" are known");
 }
 
 }  // namespace pagedlora

@@ -1,7 +1,11 @@
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <bit>
+#include <chrono>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -45,26 +49,129 @@ PyOwners to_python(const std::unordered_map<TaskId, std::set<RequestId>>& tasks)
   return owners;
 }
 
-std::shared_ptr<PeftCacheManager> make_manager(std::shared_ptr<const LoraModelConfig> config,
-                                               std::size_t host_cache_bytes,
-                                               std::size_t device_cache_bytes,
-                                               std::size_t page_bytes, std::size_t max_part_bytes,
-                                               const std::string& eviction_policy) {
+Clock::Time to_time(double seconds) {
+  return std::chrono::duration_cast<Clock::Time>(std::chrono::duration<double>(seconds));
+}
+
+std::shared_ptr<PeftCacheManager> make_manager(
+    std::shared_ptr<const LoraModelConfig> config, std::size_t host_cache_bytes,
+    std::size_t device_cache_bytes, std::size_t page_bytes, std::size_t max_part_bytes,
+    const std::string& eviction_policy, std::size_t num_put_workers, std::size_t num_ensure_workers,
+    std::size_t max_inflight_batches, double load_timeout_s,
+    std::optional<std::shared_ptr<Clock>> clock, std::optional<std::shared_ptr<Device>> device) {
   return std::make_shared<PeftCacheManager>(
       std::move(config),
-      PeftCacheSizes{host_cache_bytes, device_cache_bytes, page_bytes, max_part_bytes},
-      make_host_device(), eviction_policy_factory(eviction_policy));
+      PeftCacheOptions{.host_cache_bytes = host_cache_bytes,
+                       .device_cache_bytes = device_cache_bytes,
+                       .page_bytes = page_bytes,
+                       .max_part_bytes = max_part_bytes,
+                       .num_put_workers = num_put_workers,
+                       .num_ensure_workers = num_ensure_workers,
+                       .max_inflight_batches = max_inflight_batches,
+                       .load_timeout = to_time(load_timeout_s),
+                       .clock = clock.value_or(nullptr),
+                       .on_evict = {}},
+      device ? *device : make_host_device(), eviction_policy_factory(eviction_policy));
 }
 
 std::shared_ptr<BatchLease> ensure_batch(PeftCacheManager& self,
                                          const std::vector<std::uint64_t>& requests,
-                                         bool reset_device_cache) {
+                                         bool reset_device_cache, std::uintptr_t stream) {
   std::vector<RequestId> ids;
   ids.reserve(requests.size());
   for (const std::uint64_t request : requests) {
     ids.push_back(RequestId{request});
   }
-  return self.ensure_batch(ids, reset_device_cache);
+  return self.ensure_batch(ids, reset_device_cache, std::bit_cast<void*>(stream));
+}
+
+const char* state_name(AdapterState state) {
+  switch (state) {
+    case AdapterState::waiting:
+      return "waiting";
+    case AdapterState::loading:
+      return "loading";
+    case AdapterState::ready:
+      return "ready";
+    case AdapterState::failed:
+      return "failed";
+  }
+  return "";
+}
+
+// (task, tier, whether it was loaded)
+using PyOutcomes = std::vector<std::tuple<std::uint64_t, std::string, bool>>;
+using PyAgree = std::function<PyOutcomes(const PyOutcomes&)>;
+
+// The callback runs without the manager's lock and with the GIL.
+Agree to_agree(const std::optional<PyAgree>& agree) {
+  if (!agree) {
+    return {};
+  }
+  return [agree = *agree](const std::vector<LoadOutcome>& ended) {
+    const py::gil_scoped_acquire gil;
+    PyOutcomes outcomes;
+    for (const LoadOutcome& outcome : ended) {
+      outcomes.emplace_back(outcome.task.value, outcome.tier == Tier::host ? "host" : "device",
+                            outcome.loaded);
+    }
+    std::vector<LoadOutcome> agreed;
+    for (const auto& [task, tier, loaded] : agree(outcomes)) {
+      agreed.push_back({TaskId{task}, tier_argument(tier), loaded});
+    }
+    return agreed;
+  };
+}
+
+std::vector<std::uint64_t> poll(PeftCacheManager& self, double timeout_s,
+                                const std::optional<PyAgree>& agree) {
+  const Agree agreement = to_agree(agree);
+  std::vector<std::uint64_t> ids;
+  const py::gil_scoped_release release;
+  for (const RequestId request : self.poll(to_time(timeout_s), agreement)) {
+    ids.push_back(request.value);
+  }
+  return ids;
+}
+
+// The error that `query` gives, asked for without the GIL: it may have to wait for the lock.
+template <class Query>
+py::object optional_error(Query query) {
+  std::exception_ptr error;
+  {
+    const py::gil_scoped_release release;
+    error = query();
+  }
+  return error == nullptr ? py::none() : to_python_exception(error);
+}
+
+void prefetch(PeftCacheManager& self, const std::vector<std::uint64_t>& tasks) {
+  std::vector<TaskId> window;
+  for (const std::uint64_t task : tasks) {
+    window.push_back(TaskId{task});
+  }
+  self.prefetch(window);
+}
+
+std::map<std::string, std::uint64_t> iteration_stats(PeftCacheManager& self) {
+  const IterationStats stats = self.get_and_reset_iteration_stats();
+  return {{"requestsPaused", stats.requests_paused},
+          {"requestsResumed", stats.requests_resumed},
+          {"requestsTerminated", stats.requests_terminated},
+          {"tasksReleasedDevice", stats.tasks_released_device},
+          {"tasksReleasedHost", stats.tasks_released_host},
+          {"tasksEvictedDevice", stats.tasks_evicted_device},
+          {"pagesEvictedDevice", stats.pages_evicted_device},
+          {"tasksEvictedHost", stats.tasks_evicted_host},
+          {"pagesEvictedHost", stats.pages_evicted_host},
+          {"devicePagesTotal", stats.device_pages_total},
+          {"devicePagesAvailable", stats.device_pages_available},
+          {"hostPagesTotal", stats.host_pages_total},
+          {"hostPagesAvailable", stats.host_pages_available},
+          {"deviceTasksInProgress", stats.device_tasks_in_progress},
+          {"deviceTasksDone", stats.device_tasks_done},
+          {"activeTasks", stats.active_tasks},
+          {"pausedTasks", stats.paused_tasks}};
 }
 
 // Where one row of a task goes: (module index, rank, address of A, address of B).
@@ -119,140 +226,12 @@ void register_stats(py::module_& module) {
       .def_readonly("failed_loads", &PeftCacheStats::failed_loads);
 }
 
-void register_entries(py::module_& module) {
-  using Entry = TaskLayerModuleConfig;
-  py::class_<Entry>(module, "TaskLayerModuleConfig",
-                    "One A part and one B part of a block; entries of a module add up.")
-      .def_readonly("page_id", &Entry::page_id)
-      .def_readonly("slot_idx", &Entry::slot_idx)
-      .def_readonly("out_page_id", &Entry::out_page_id)
-      .def_readonly("out_slot_idx", &Entry::out_slot_idx)
-      .def_readonly("in_offset", &Entry::in_offset)
-      .def_readonly("in_size", &Entry::in_size)
-      .def_readonly("out_offset", &Entry::out_offset)
-      .def_readonly("out_size", &Entry::out_size)
-      .def_readonly("module_id", &Entry::module_id)
-      .def_readonly("layer_id", &Entry::layer_id)
-      .def_readonly("adapter_size", &Entry::adapter_size)
-      .def_readonly("num_slots", &Entry::num_slots)
-      .def_readonly("scale", &Entry::scale)
-      .def_readonly("weights_in_pointer", &Entry::weights_in_pointer)
-      .def_readonly("weights_out_pointer", &Entry::weights_out_pointer)
-      .def_property_readonly("scaling_vec_pointer", [](const Entry&) { return py::none(); })
-      .def_readonly("module_name", &Entry::module_name);
-}
-
-const BatchLease::LeasedTask& leased_task(const BatchLease& self, std::uint64_t request) {
-  const BatchLease::LeasedTask* leased = self.find(RequestId{request});
-  if (leased == nullptr) {
-    throw py::key_error(std::to_string(request));
-  }
-  return *leased;
-}
-
-std::vector<std::uint64_t> request_ids(const BatchLease& self) {
-  std::vector<std::uint64_t> ids;
-  ids.reserve(self.requests().size());
-  for (const auto& [request, position] : self.requests()) {
-    ids.push_back(request.value);
-  }
-  return ids;
-}
-
-using Entries = std::vector<TaskLayerModuleConfig>;
-
-Entries entries_of(const BatchLease& self, std::uint64_t request) {
-  return task_entries(leased_task(self, request).pages, self.config());
-}
-
-std::vector<Entries> all_entries(const BatchLease& self) {
-  std::vector<Entries> values;
-  for (const std::uint64_t request : request_ids(self)) {
-    values.push_back(entries_of(self, request));
-  }
-  return values;
-}
-
-std::vector<std::pair<std::uint64_t, Entries>> items_of(const BatchLease& self) {
-  std::vector<std::pair<std::uint64_t, Entries>> items;
-  for (const std::uint64_t request : request_ids(self)) {
-    items.emplace_back(request, entries_of(self, request));
-  }
-  return items;
-}
-
-py::object get_entries(const BatchLease& self, std::uint64_t request, py::object fallback) {
-  return self.requests().contains(RequestId{request}) ? py::cast(entries_of(self, request))
-                                                      : std::move(fallback);
-}
-
-std::set<std::uint32_t> touched_modules(const BatchLease& self) {
-  self.check_open();
-  std::set<std::uint32_t> modules;
-  for (const BatchLease::LeasedTask& leased : self.tasks()) {
-    for (const RowShape& row : leased.pages.layout->rows()) {
-      modules.insert(row.module.value);
-    }
-  }
-  return modules;
-}
-
-py::dict lease_errors(const BatchLease& self) {
-  py::dict errors;
-  for (const auto& [request, error] : self.errors()) {
-    errors[py::int_(request.value)] = to_python_exception(error);
-  }
-  return errors;
-}
-
-void register_lease(py::module_& module) {
-  py::class_<BatchLease, std::shared_ptr<BatchLease>> type(
-      module, "BatchLease",
-      "A batch's hold on the device copies that it reads: a mapping of request ids to entries.\n\n"
-      "Entries are made when asked for. Close it after the last read; it is a context manager.\n"
-      "Whatever reads pages raises LeaseClosedError afterwards. Thread-safe.",
-      py::release_gil_before_calling_cpp_dtor());
-  type.def("__getitem__", &entries_of)
-      .def("__len__", [](const BatchLease& self) { return self.requests().size(); })
-      .def("__contains__",
-           [](const BatchLease& self, std::uint64_t request) {
-             return self.requests().contains(RequestId{request});
-           })
-      .def("__iter__", [](const BatchLease& self) { return py::iter(py::cast(request_ids(self))); })
-      .def("keys", &request_ids)
-      .def("values", &all_entries)
-      .def("items", &items_of)
-      .def("get", &get_entries, "request_id"_a, "default"_a = py::none())
-      .def(
-          "task_of",
-          [](const BatchLease& self, std::uint64_t request) {
-            return leased_task(self, request).task.value;
-          },
-          "request_id"_a)
-      .def("touched_modules", &touched_modules,
-           "Indices of the modules that any adapter of the batch touches.")
-      .def_property_readonly("errors", &lease_errors,
-                             "Requests whose adapter could not be brought in, with their errors.")
-      .def_property_readonly("is_open", &BatchLease::is_open)
-      .def(
-          "close",
-          [](BatchLease& self, const py::object& /*stream*/) {
-            const py::gil_scoped_release release;
-            self.close();
-          },
-          "stream"_a = py::none(), "Ends the hold; idempotent.")
-      .def("__enter__", [](std::shared_ptr<BatchLease> self) { return self; })
-      .def("__exit__", [](BatchLease& self, const py::args&) {
-        const py::gil_scoped_release release;
-        self.close();
-      });
-  py::module_::import("collections.abc").attr("Mapping").attr("register")(type);
-}
-
 void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCacheManager>>& type) {
   type.def(py::init(&make_manager), "config"_a.none(false), py::kw_only(), "host_cache_bytes"_a,
            "device_cache_bytes"_a, "page_bytes"_a = 0, "max_part_bytes"_a = 0,
-           "eviction_policy"_a = "lru", ReleaseGil())
+           "eviction_policy"_a = "lru", "num_put_workers"_a = 4, "num_ensure_workers"_a = 2,
+           "max_inflight_batches"_a = 1, "load_timeout_s"_a = 60.0, "clock"_a = py::none(),
+           "device"_a = py::none(), ReleaseGil())
       .def(
           "register_task",
           [](PeftCacheManager& self, std::shared_ptr<const AdapterPlan> plan) {
@@ -262,10 +241,10 @@ void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCac
       .def(
           "add_request_peft",
           [](PeftCacheManager& self, std::uint64_t request, std::uint64_t task,
-             const CarriedWeights* weights) {
-            self.add_request_peft(RequestId{request}, TaskId{task}, weights);
+             const CarriedWeights* weights, bool started) {
+            self.add_request_peft(RequestId{request}, TaskId{task}, weights, started);
           },
-          "request_id"_a, "task_id"_a, "weights"_a = nullptr, ReleaseGil())
+          "request_id"_a, "task_id"_a, "weights"_a = nullptr, "started"_a = false, ReleaseGil())
       .def(
           "mark_request_done",
           [](PeftCacheManager& self, std::uint64_t request, bool pause) {
@@ -273,7 +252,25 @@ void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCac
           },
           "request_id"_a, "pause"_a = false, ReleaseGil())
       .def("ensure_batch", &ensure_batch, "request_ids"_a, "reset_device_cache"_a = false,
-           py::keep_alive<0, 1>(), ReleaseGil())
+           "stream"_a = 0, py::keep_alive<0, 1>(), ReleaseGil())
+      .def("poll", &poll, "timeout_s"_a = 0.0, "agree"_a = py::none())
+      .def("prefetch", &prefetch, "task_ids"_a, ReleaseGil())
+      .def(
+          "wait_idle",
+          [](PeftCacheManager& self, double timeout_s) {
+            return self.wait_idle(to_time(timeout_s));
+          },
+          "timeout_s"_a, ReleaseGil())
+      .def(
+          "pin", [](PeftCacheManager& self, std::uint64_t task) { self.pin(TaskId{task}); },
+          "task_id"_a, ReleaseGil())
+      .def(
+          "unpin", [](PeftCacheManager& self, std::uint64_t task) { self.unpin(TaskId{task}); },
+          "task_id"_a, ReleaseGil())
+      .def(
+          "unregister_task",
+          [](PeftCacheManager& self, std::uint64_t task) { self.unregister_task(TaskId{task}); },
+          "task_id"_a, ReleaseGil())
       .def("reset_device_cache", &PeftCacheManager::reset_device_cache, ReleaseGil())
       .def(
           "evict_unowned",
@@ -313,6 +310,35 @@ void register_manager_queries(
           },
           "task_id"_a, ReleaseGil())
       .def(
+          "adapter_state",
+          [](const PeftCacheManager& self, std::uint64_t request) {
+            return state_name(self.adapter_state(RequestId{request}));
+          },
+          "request_id"_a, ReleaseGil())
+      .def(
+          "adapter_error",
+          [](const PeftCacheManager& self, std::uint64_t request) {
+            return optional_error([&] { return self.adapter_error(RequestId{request}); });
+          },
+          "request_id"_a)
+      .def(
+          "load_error",
+          [](const PeftCacheManager& self, std::uint64_t task) {
+            return optional_error([&] { return self.load_error(TaskId{task}); });
+          },
+          "task_id"_a)
+      .def(
+          "open_lease_tasks",
+          [](const PeftCacheManager& self) {
+            std::set<std::uint64_t> tasks;
+            for (const TaskId task : self.open_lease_tasks()) {
+              tasks.insert(task.value);
+            }
+            return tasks;
+          },
+          ReleaseGil())
+      .def("get_and_reset_iteration_stats", &iteration_stats, ReleaseGil())
+      .def(
           "is_owner",
           [](const PeftCacheManager& self, std::uint64_t request) {
             return self.task_of(RequestId{request}).has_value();
@@ -344,12 +370,11 @@ void register_manager_queries(
 
 }  // namespace
 
-void register_cache(py::module_& module) {
+void register_peft_cache_manager(py::module_& module) {
   register_stats(module);
-  register_entries(module);
-  register_lease(module);
   py::class_<PeftCacheManager, std::shared_ptr<PeftCacheManager>> type(
-      module, "PeftCacheManager", "The two-tier cache; see pagedlora.PeftCacheManager.");
+      module, "PeftCacheManager", "The two-tier cache; see pagedlora.PeftCacheManager.",
+      py::release_gil_before_calling_cpp_dtor());
   register_manager_calls(type);
   register_manager_queries(type);
 }

@@ -1,0 +1,40 @@
+// The pages of one task in one tier, held by value: valid for a job that outlives the entry.
+//
+// Whether they may still be read or written is another question (page_use.h); the memory stays.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "pagedlora/adapter_plan.h"
+#include "pagedlora/ids.h"
+#include "pagedlora/layout.h"
+
+namespace pagedlora::internal {
+
+class OwnTaskPages {
+ public:
+  // `arena` keeps the memory of the pages alive.
+  OwnTaskPages(const TaskPages& pages, std::shared_ptr<const Layout> layout,
+               std::shared_ptr<const void> arena)
+      : layout_(std::move(layout)),
+        arena_(std::move(arena)),
+        ids_(pages.pages, pages.pages + layout_->num_pages()),
+        view_(pages) {
+    view_.layout = layout_.get();
+    view_.pages = ids_.data();
+    view_.scales = nullptr;  // copies need none
+  }
+  OwnTaskPages(const OwnTaskPages&) = delete;
+  OwnTaskPages& operator=(const OwnTaskPages&) = delete;
+
+  const TaskPages& view() const { return view_; }
+
+ private:
+  std::shared_ptr<const Layout> layout_;
+  std::shared_ptr<const void> arena_;
+  std::vector<PageId> ids_;
+  TaskPages view_;
+};
+
+}  // namespace pagedlora::internal
