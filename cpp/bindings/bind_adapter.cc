@@ -63,6 +63,10 @@ void register_adapter(py::module_& module) {
                                              "Where an adapter's bytes come from.")
       .def_property_readonly("size_bytes", &TensorSource::size_bytes)
       .def_property_readonly("description", &TensorSource::description);
+  py::class_<SourceGroup, TensorSource, py::smart_holder>(
+      module, "SourceGroup", "Several sources of the same bytes, each tried in turn.")
+      .def(py::init<std::shared_ptr<const TensorSource>>(), "first"_a.none(false))
+      .def("add", &SourceGroup::add, "source"_a.none(false));
   module.def("open_file_source", &open_file_source, "path"_a,
              py::call_guard<py::gil_scoped_release>(),
              "The regular file as it is now; later reads fail if it changed.");

@@ -345,6 +345,12 @@ void register_manager_queries(
           },
           "request_id"_a, ReleaseGil())
       .def(
+          "has_started",
+          [](const PeftCacheManager& self, std::uint64_t request) {
+            return self.has_started(RequestId{request});
+          },
+          "request_id"_a, ReleaseGil())
+      .def(
           "active_tasks",
           [](const PeftCacheManager& self) { return to_python(self.active_tasks()); }, ReleaseGil())
       .def(

@@ -102,16 +102,15 @@ void PeftCacheManager::pin_present_tasks() {
   }
 }
 
-// Whether the task's device copy is there, or will not be.
-bool PeftCacheManager::is_settled(TaskId task) const {
-  const LoraCache::Entry* entry = device_.find(task);
-  return entry == nullptr || entry->state == EntryState::resident;
+// Whether the task's device copy is there, or will not be: a pin goes with a copy that fails.
+bool PeftCacheManager::is_settled(const BatchTask& item) const {
+  return !item.is_pinned || device_.is_resident(item.task);
 }
 
 // Lets the loads of the batch take effect as they end, and of no other task: what else has ended
 // waits for poll().
 void PeftCacheManager::wait_for_batch(Lock& lock) {
-  const auto is_settled_task = [this](const BatchTask& item) { return is_settled(item.task); };
+  const auto is_settled_task = [this](const BatchTask& item) { return is_settled(item); };
   if (std::ranges::all_of(batch_, is_settled_task)) {
     return;
   }
@@ -140,7 +139,7 @@ void PeftCacheManager::wait_for_batch(Lock& lock) {
 // on.
 void PeftCacheManager::give_back_unsettled(const std::exception_ptr& error) {
   for (BatchTask& item : batch_) {
-    if (is_settled(item.task)) {
+    if (is_settled(item)) {
       continue;
     }
     records_.at(item.task).copy_error = error;
@@ -168,15 +167,13 @@ std::exception_ptr PeftCacheManager::error_of(RequestId request) const {
 // Tasks whose copy is not there are left out, and their requests get the error.
 void PeftCacheManager::fill_lease(std::span<const RequestId> requests, BatchLease& lease) {
   for (BatchTask& item : batch_) {
-    if (!item.is_pinned || !device_.is_resident(item.task)) {
-      item.is_pinned = false;  // the pin went with the entry
-      continue;
+    if (item.is_pinned) {
+      TaskRecord& record = records_.at(item.task);
+      lease.add_task({item.task, pages_of(device_, item.task, record), record.layout});
+      record.lease_position = lease.tasks().size() - 1;
+      item.is_pinned = false;  // from here on the pin is the lease's
+      ++leased_pins_;
     }
-    TaskRecord& record = records_.at(item.task);
-    lease.add_task({item.task, pages_of(device_, item.task, record), record.layout});
-    record.lease_position = lease.tasks().size() - 1;
-    item.is_pinned = false;  // from here on it is the lease's
-    ++leased_pins_;
   }
   for (const RequestId request : requests) {
     const std::optional<TaskId> task = owners_.task_of(request);
@@ -203,7 +200,7 @@ bool PeftCacheManager::is_leased_by(const BatchLease& lease, TaskId task) const 
 // Takes back the pins that no lease holds, and the claims.
 void PeftCacheManager::undo_batch() noexcept {
   for (BatchTask& item : batch_) {
-    if (!std::exchange(item.is_pinned, false) || device_.find(item.task) == nullptr) {
+    if (!std::exchange(item.is_pinned, false)) {
       continue;
     }
     device_.unpin(item.task);

@@ -71,9 +71,21 @@ void PeftCacheManager::fail_dependent_device_copy(TaskId task, const std::except
   const LoraCache::Entry* on_device = device_.find(task);
   if (on_device != nullptr && on_device->state == EntryState::loading &&
       (record.device_job == nullptr || record.device_job == record.host_job)) {
-    record.device_job.reset();
-    record.copy_error = error;
-    device_.fail(task);
+    fail_device_copy(task, record, error);
+  }
+}
+
+// The pins of the batch that is being ensured go with the entry: another call may claim a new one
+// while the batch waits for its other tasks.
+void PeftCacheManager::fail_device_copy(TaskId task, TaskRecord& record,
+                                        const std::exception_ptr& error) {
+  record.device_job.reset();
+  record.copy_error = error;
+  device_.fail(task);
+  for (BatchTask& item : batch_) {
+    if (item.task == task) {
+      item.is_pinned = false;
+    }
   }
 }
 
@@ -264,12 +276,11 @@ void PeftCacheManager::apply(FillJob& job, const std::exception_ptr& error) {
 
 void PeftCacheManager::apply_to_device(TaskRecord& record, FillJob& job,
                                        const std::exception_ptr& error) {
-  record.device_job.reset();
   if (error != nullptr) {
-    record.copy_error = error;
-    device_.fail(job.task());
+    fail_device_copy(job.task(), record, error);
     return;
   }
+  record.device_job.reset();
   device_.publish(job.task());
   stats_.device.bytes_loaded += record.layout->payload_bytes();
   stats_.device.load_seconds += job.seconds();
@@ -350,7 +361,7 @@ std::vector<RequestId> PeftCacheManager::poll(Clock::Time timeout, const Agree& 
     for (const auto& job : take_finished([](const FillJob&) { return true; })) {
       apply(*job, job->error());
     }
-    return std::exchange(newly_failed_, {});
+    return take_newly_failed();
   }
   std::vector<LoadOutcome> ended;
   for (const std::shared_ptr<internal::Job>& finished : board_->finished) {
@@ -377,6 +388,12 @@ std::vector<RequestId> PeftCacheManager::poll(Clock::Time timeout, const Agree& 
                                                       " failed on another rank")));
     }
   }
+  return take_newly_failed();
+}
+
+// In an order that does not tell which load ended first.
+std::vector<RequestId> PeftCacheManager::take_newly_failed() {
+  std::ranges::sort(newly_failed_);
   return std::exchange(newly_failed_, {});
 }
 

@@ -59,6 +59,11 @@ std::optional<TaskId> PeftCacheManager::task_of(RequestId request) const {
   return owners_.task_of(request);
 }
 
+bool PeftCacheManager::has_started(RequestId request) const {
+  const std::scoped_lock lock(mutex_);
+  return owners_.has_started(request);
+}
+
 std::size_t PeftCacheManager::num_pages_of(TaskId task) {
   const std::scoped_lock lock(mutex_);
   return layout_of(require_record(task))->num_pages();
@@ -208,11 +213,7 @@ void PeftCacheManager::check_device_pins() const {
     require(!is_loading || record.device_job != nullptr || record.host_job != nullptr, task,
             "is loading into the device tier from nowhere");
   }
-  // Those of the batch that is being ensured, but for entries that failed meanwhile.
-  const auto pending = std::ranges::count_if(batch_, [this](const BatchTask& item) {
-    const LoraCache::Entry* entry = device_.find(item.task);
-    return item.is_pinned && entry != nullptr && entry->pins != 0;
-  });
+  const auto pending = std::ranges::count_if(batch_, &BatchTask::is_pinned);
   if (device_pins != leased_pins_ + static_cast<std::size_t>(pending)) {
     throw std::logic_error("leases hold " + std::to_string(leased_pins_) + " device pins, " +
                            std::to_string(pending) + " are a batch's to be, but " +

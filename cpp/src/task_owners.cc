@@ -36,6 +36,11 @@ bool TaskOwners::is_active(RequestId request) const {
   return found != lives_.end() && !found->second.is_paused;
 }
 
+bool TaskOwners::has_started(RequestId request) const {
+  const auto found = lives_.find(request);
+  return found != lives_.end() && found->second.started;
+}
+
 void TaskOwners::check_add(RequestId request, TaskId task) const {
   const std::optional<TaskId> current = task_of(request);
   if (current && *current != task) {

@@ -218,6 +218,40 @@ class MemorySource final : public TensorSource {
 
 }  // namespace
 
+SourceGroup::SourceGroup(std::shared_ptr<const TensorSource> first)
+    : size_bytes_(first->size_bytes()), description_(first->description()) {
+  sources_.push_back(std::move(first));
+}
+
+void SourceGroup::add(std::shared_ptr<const TensorSource> source) {
+  if (source->size_bytes() != size_bytes_) {
+    throw InvalidArgumentError(source->description() + " has " +
+                               std::to_string(source->size_bytes()) + " bytes, not the " +
+                               std::to_string(size_bytes_) + " of " + description_);
+  }
+  const std::scoped_lock lock(mutex_);
+  sources_.push_back(std::move(source));
+}
+
+std::unique_ptr<SourceReader> SourceGroup::open() const {
+  std::vector<std::shared_ptr<const TensorSource>> sources;
+  {
+    const std::scoped_lock lock(mutex_);
+    sources = sources_;
+  }
+  std::exception_ptr first_error;
+  for (const std::shared_ptr<const TensorSource>& source : sources) {
+    try {
+      return source->open();
+    } catch (const Error&) {
+      if (first_error == nullptr) {
+        first_error = std::current_exception();
+      }
+    }
+  }
+  std::rethrow_exception(first_error);
+}
+
 std::shared_ptr<const TensorSource> open_file_source(const std::string& path) {
   const OpenFile file = open_regular_file(path, [&path](const std::string& kind) {
     throw AdapterFormatError(path, "", "is " + kind + ", not a regular file");

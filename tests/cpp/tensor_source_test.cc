@@ -17,6 +17,7 @@
 #include "internal/file_descriptor.h"
 #include "internal/pread_all.h"
 #include "pagedlora/errors.h"
+#include "pagedlora/fake/source.h"
 #include "temp_dir.h"
 #include "thrown_by.h"
 
@@ -294,6 +295,30 @@ TEST(PreadAllTest, ReportsTheFirstErrorAndWhatWasRead) {
 TEST(PreadAllTest, NothingWantedReadsNothing) {
   ScriptedPread script({});
   EXPECT_EQ(internal::pread_all(script, 0, {}).num_bytes, 0U);
+}
+
+TEST(SourceGroupTest, ReadsFromTheFirstThatCanBeOpened) {
+  const auto bytes = std::vector<std::byte>(64, std::byte{7});
+  const auto first = std::make_shared<fake::Source>(bytes, "first");
+  const auto second = std::make_shared<fake::Source>(bytes, "second");
+  SourceGroup group(first);
+  group.add(second);
+  EXPECT_EQ(group.size_bytes(), 64U);
+  EXPECT_EQ(group.description(), "first");
+  group.open();
+  EXPECT_EQ(first->opens, 1);
+  first->fail_open = true;
+  group.open();
+  EXPECT_EQ(second->opens, 1);
+  first->fail_open = second->fail_open = true;
+  try {
+    group.open();
+    FAIL() << "none can be opened";
+  } catch (const AdapterNotFoundError& error) {
+    EXPECT_EQ(error.path, "first");
+  }
+  EXPECT_THROW(group.add(std::make_shared<fake::Source>(std::vector<std::byte>(63))),
+               InvalidArgumentError);
 }
 
 }  // namespace

@@ -147,7 +147,7 @@ class PeftCacheManager {
   std::exception_ptr adapter_error(RequestId request) const;  // nullptr: not failed
 
   // Lets loads that have ended take effect, after waiting up to `timeout` for one if there is none.
-  // Gives up those whose time is up. Returns the requests that failed by it.
+  // Gives up those whose time is up. Returns the requests that failed since the last time, by id.
   std::vector<RequestId> poll(Clock::Time timeout = {}, const Agree& agree = {});
 
   // Replaces the window of tasks that will soon be wanted, nearest first, and brings them in: into
@@ -188,6 +188,7 @@ class PeftCacheManager {
   std::unordered_map<TaskId, std::set<RequestId>> active_tasks() const;
   std::unordered_map<TaskId, std::set<RequestId>> paused_tasks() const;
   std::optional<TaskId> task_of(RequestId request) const;
+  bool has_started(RequestId request) const;  // an owner that was in a batch or paused
 
   // Pages of the task in either tier. Throws PeftTaskNotCachedError for an unknown one.
   std::size_t num_pages_of(TaskId task);
@@ -240,6 +241,11 @@ class PeftCacheManager {
     std::shared_ptr<internal::FillJob> device_job;  // that fills the device entry
     PageUses device_waits;  // of a device entry without a job: its host copy is awaited
   };
+  struct BatchTask {
+    TaskId task;
+    bool is_claimed;  // by this batch: absent before
+    bool is_pinned;   // and not yet by a lease
+  };
   using Lock = std::unique_lock<std::mutex>;
 
   // Records and owners (peft_cache_manager.cc)
@@ -262,6 +268,7 @@ class PeftCacheManager {
   void give_up_copy(Tier tier, TaskId task);
   void note_eviction(Tier tier, TaskId task);
   void fail_dependent_device_copy(TaskId task, const std::exception_ptr& error);
+  void fail_device_copy(TaskId task, TaskRecord& record, const std::exception_ptr& error);
   void bring_into_host(TaskId task, const std::shared_ptr<const AdapterPlan>& plan, bool started);
   void start_source_load(TaskId task, TaskRecord& record,
                          const std::shared_ptr<const AdapterPlan>& plan);
@@ -275,6 +282,7 @@ class PeftCacheManager {
   std::vector<std::shared_ptr<internal::FillJob>> take_finished(
       const std::function<bool(const internal::FillJob&)>& wanted);
   void fail_owners(TaskId task, const std::exception_ptr& error);
+  std::vector<RequestId> take_newly_failed();
   void expire_loads();
   void wait_for_change(Lock& lock, Clock::Time deadline);
   bool is_idle() const;
@@ -286,7 +294,7 @@ class PeftCacheManager {
   void claim_batch(bool reset_device_cache);
   void pin_present_tasks();
   void wait_for_batch(Lock& lock);
-  bool is_settled(TaskId task) const;
+  bool is_settled(const BatchTask& item) const;
   void give_back_unsettled(const std::exception_ptr& error);
   void fill_lease(std::span<const RequestId> requests, BatchLease& lease);
   std::exception_ptr error_of(RequestId request) const;
@@ -305,12 +313,6 @@ class PeftCacheManager {
   void check_host_pins() const;
   void check_device_pins() const;
   void check_records() const;
-
-  struct BatchTask {
-    TaskId task;
-    bool is_claimed;  // by this batch: absent before
-    bool is_pinned;   // and not yet by a lease
-  };
 
   const std::shared_ptr<const LoraModelConfig> config_;
   const LayoutParams params_;

@@ -53,6 +53,7 @@ class TaskOwners {
   bool has_active(TaskId task) const;
   bool has_any(TaskId task) const { return sets_of(task) != nullptr; }
   bool is_active(RequestId request) const;
+  bool has_started(RequestId request) const;  // an owner
 
   // Throws RequestConflictError if the request lives with another task.
   void check_add(RequestId request, TaskId task) const;

@@ -11,8 +11,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace pagedlora {
 
@@ -36,6 +38,27 @@ class TensorSource {
   virtual std::unique_ptr<SourceReader> open() const = 0;
   virtual std::uint64_t size_bytes() const = 0;
   virtual const std::string& description() const = 0;  // the path, or "request weights"
+};
+
+// Several sources of the same bytes, each tried in turn: an adapter that is known under two names can
+// be read as long as one of its files is left. Thread-safe.
+class SourceGroup final : public TensorSource {
+ public:
+  explicit SourceGroup(std::shared_ptr<const TensorSource> first);
+
+  // Throws InvalidArgumentError for another size.
+  void add(std::shared_ptr<const TensorSource> source);
+
+  // Of the first that can be opened; throws what the first one throws if none can.
+  std::unique_ptr<SourceReader> open() const override;
+  std::uint64_t size_bytes() const override { return size_bytes_; }
+  const std::string& description() const override { return description_; }
+
+ private:
+  std::uint64_t size_bytes_;
+  std::string description_;  // of the first
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<const TensorSource>> sources_;
 };
 
 // What tells one state of a file from another without reading it.
