@@ -33,7 +33,7 @@ class Case:
 
 
 class Seconds(NamedTuple):
-    """Time of one run; everything measured here runs in one thread."""
+    """Time of one run: of all threads of the process, and on the wall."""
 
     cpu: float
     wall: float
@@ -45,7 +45,7 @@ class Result:
 
     Attributes:
         name: What is compared with what.
-        ratio: By thread CPU time, which is the headline: neighbours do not add to it.
+        ratio: By CPU time of the process, which is the headline: neighbours do not add to it.
         wall_ratio: By wall time; far from `ratio` when the machine was busy.
         goal: Least ratio wanted; None if the line is for information.
         detail: The times or speeds behind the ratio.
@@ -108,9 +108,9 @@ def run_rounds(cases: Mapping[str, Case], rounds: int, warm_up: int = 1) -> Timi
 
 def _run_once(case: Case) -> Seconds:
     case.prepare()
-    cpu, wall = time.thread_time(), time.perf_counter()
+    cpu, wall = time.process_time(), time.perf_counter()
     case.run()
-    elapsed = Seconds(time.thread_time() - cpu, time.perf_counter() - wall)
+    elapsed = Seconds(time.process_time() - cpu, time.perf_counter() - wall)
     case.finish()
     return elapsed
 
@@ -128,7 +128,7 @@ def show_table(results: Sequence[Result]) -> None:
             f"{result.name:{width}} {result.ratio:5.2f} {goal:>5} {verdict:6} "
             f"{result.wall_ratio:6.2f}  {result.detail}"
         )
-    print("CPU: time of the one thread that works, the headline. wall: the same by wall time.")
+    print("CPU: time of the process, the headline. wall: the same by wall time.")
 
 
 def write_json(results: Sequence[Result], path: Path) -> None:

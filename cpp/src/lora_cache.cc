@@ -203,43 +203,60 @@ void LoraCache::add_page_use(TaskId task, std::shared_ptr<const PageUse> use) {
 }
 
 void LoraCache::pin(TaskId task) {
-  const auto found = entries_.find(task);
-  if (found == entries_.end()) {
+  Entry* entry = find(task);
+  if (entry == nullptr) {
     broken(tier_, label(task) + " is pinned while absent");
   }
-  leave_policy(found->second);
-  ++found->second.pins;
+  pin(*entry);
+}
+
+void LoraCache::pin(Entry& entry) {
+  leave_policy(entry);
+  ++entry.pins;
 }
 
 void LoraCache::unpin(TaskId task) {
-  const auto found = entries_.find(task);
-  if (found == entries_.end() || found->second.pins == 0) {
-    broken(tier_, label(task) + " is unpinned without a pin");
+  Entry* entry = find(task);
+  if (entry == nullptr) {
+    broken(tier_, label(task) + " is unpinned while absent");
   }
-  --found->second.pins;
-  enter_policy(found->second);
+  unpin(*entry);
 }
 
-void LoraCache::use(TaskId task, std::uint64_t use) {
-  const auto found = entries_.find(task);
-  if (found == entries_.end()) {
-    return;
+void LoraCache::unpin(Entry& entry) {
+  if (entry.pins == 0) {
+    broken(tier_, label(entry.node.task) + " is unpinned without a pin");
   }
-  leave_policy(found->second);
-  policy_of(found->second).record_use(found->second.node, use);
-  enter_policy(found->second);
+  --entry.pins;
+  enter_policy(entry);
+}
+
+void LoraCache::use(TaskId task, std::uint64_t use_number) {
+  if (Entry* entry = find(task)) {
+    use(*entry, use_number);
+  }
+}
+
+void LoraCache::use(Entry& entry, std::uint64_t use_number) {
+  leave_policy(entry);
+  policy_of(entry).record_use(entry.node, use_number);
+  enter_policy(entry);
 }
 
 void LoraCache::set_class(TaskId task, EvictionClass eviction_class, std::uint64_t distance) {
-  const auto found = entries_.find(task);
-  if (found == entries_.end() ||
-      (found->second.eviction_class == eviction_class && found->second.node.distance == distance)) {
+  if (Entry* entry = find(task)) {
+    set_class(*entry, eviction_class, distance);
+  }
+}
+
+void LoraCache::set_class(Entry& entry, EvictionClass eviction_class, std::uint64_t distance) {
+  if (entry.eviction_class == eviction_class && entry.node.distance == distance) {
     return;
   }
-  leave_policy(found->second);
-  found->second.eviction_class = eviction_class;
-  found->second.node.distance = distance;
-  enter_policy(found->second);
+  leave_policy(entry);
+  entry.eviction_class = eviction_class;
+  entry.node.distance = distance;
+  enter_policy(entry);
 }
 
 void LoraCache::demote_all() {

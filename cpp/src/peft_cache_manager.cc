@@ -112,87 +112,102 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
     owners_.check_add(request, task);
     return;
   }
-  admit_record(request, task, weights);
-  try {
-    bring_into_host(task, weights != nullptr ? weights->plan : records_.at(task).plan, started);
-  } catch (...) {
-    forget_if_gone(task);
-    throw;
+  TaskRecord& record = admit_record(request, task, weights);
+  LoraCache::Entry* on_host = host_.find(task);
+  if (on_host != nullptr) {
+    ++stats_.host.hits;
+    host_.use(*on_host, ++uses_);
+  } else {
+    try {
+      bring_into_host(task, weights != nullptr ? weights->plan : record.plan, started);
+    } catch (...) {
+      forget_if_gone(task);
+      throw;
+    }
+    on_host = host_.find(task);
   }
-  const bool was_owned = owners_.has_any(task);
-  const TaskOwners::Added added = owners_.add(request, task, started);
-  if (!was_owned) {
-    host_.pin(task);
+  bool is_first_owner = false;
+  const TaskOwners::Added added = owners_.add(request, task, started, &is_first_owner);
+  if (is_first_owner) {
+    host_.pin(*on_host);
   }
   iteration_.requests_resumed += added == TaskOwners::Added::resumed ? 1U : 0U;
-  update_class(task);
-  device_.use(task, ++uses_);
+  LoraCache::Entry* on_device = device_.find(task);
+  update_class(task, record, on_host, on_device);
+  ++uses_;
+  if (on_device != nullptr) {
+    device_.use(*on_device, uses_);
+  }
 }
 
 void PeftCacheManager::mark_request_done(RequestId request, bool pause) {
   const std::scoped_lock lock(mutex_);
-  const std::optional<TaskId> before = owners_.task_of(request);
-  const bool had_active = before && owners_.has_active(*before);
-  const std::optional<TaskId> task = pause ? owners_.pause(request) : owners_.done(request);
-  if (!task) {
+  const std::optional<TaskOwners::Released> released =
+      pause ? owners_.pause(request) : owners_.done(request);
+  if (!released) {
     return;
   }
   ++(pause ? iteration_.requests_paused : iteration_.requests_terminated);
-  iteration_.tasks_released_device += had_active && !owners_.has_active(*task) ? 1U : 0U;
-  if (!owners_.has_any(*task)) {
+  iteration_.tasks_released_device += released->last_active ? 1U : 0U;
+  LoraCache::Entry* on_host = host_.find(released->task);
+  if (released->last) {
     ++iteration_.tasks_released_host;
-    release_owner(*task);
+    host_.unpin(*on_host);  // owners keep it there
   }
-  update_class(*task);
+  update_class(released->task, records_.at(released->task), on_host,
+               device_.find(released->task));
 }
 
-// The task has lost its last owner.
-void PeftCacheManager::release_owner(TaskId task) {
-  if (host_.find(task) != nullptr) {
-    host_.unpin(task);
+void PeftCacheManager::update_class(TaskId task) {
+  if (const auto found = records_.find(task); found != records_.end()) {
+    update_class(task, found->second, host_.find(task), device_.find(task));
   }
-  forget_if_gone(task);
 }
 
 // Least evictable owner first: active and started, paused, not started or in the window, none.
-void PeftCacheManager::update_class(TaskId task) {
-  const auto found = records_.find(task);
-  if (found == records_.end()) {
-    return;
-  }
-  const std::uint64_t position = found->second.window_position;
+// Entries that are absent are nullptr.
+void PeftCacheManager::update_class(TaskId task, const TaskRecord& record,
+                                    LoraCache::Entry* on_host, LoraCache::Entry* on_device) {
+  const std::uint64_t position = record.window_position;
   const EvictionClass in_window =
       position != kNoDistance ? EvictionClass::waiting : EvictionClass::unowned;
-  host_.set_class(task, in_window, position);
+  if (on_host != nullptr) {
+    host_.set_class(*on_host, in_window, position);
+  }
+  if (on_device == nullptr) {
+    return;
+  }
   const TaskOwners::Sets* sets = owners_.sets_of(task);
   if (sets == nullptr) {
-    device_.set_class(task, in_window, position);
+    device_.set_class(*on_device, in_window, position);
   } else if (sets->num_started != 0) {
-    device_.set_class(task, EvictionClass::active);
+    device_.set_class(*on_device, EvictionClass::active);
   } else if (!sets->paused.empty()) {
-    device_.set_class(task, EvictionClass::paused);
+    device_.set_class(*on_device, EvictionClass::paused);
   } else {
-    device_.set_class(task, EvictionClass::waiting,
+    device_.set_class(*on_device, EvictionClass::waiting,
                       std::min(position, kBehindWindow + sets->owned_since));
   }
 }
 
 // Which record a request is about to own; everything that can be refused without a load is refused
 // here.
-void PeftCacheManager::admit_record(RequestId request, TaskId task, const CarriedWeights* weights) {
+PeftCacheManager::TaskRecord& PeftCacheManager::admit_record(RequestId request, TaskId task,
+                                                             const CarriedWeights* weights) {
   owners_.check_add(request, task);
   const auto found = records_.find(task);
-  if (found == records_.end() && weights == nullptr) {
-    throw PeftTaskNotCachedError(task);
-  }
-  if (weights != nullptr) {
-    if (found != records_.end() && found->second.digest.empty()) {
-      throw RequestConflictError("task " + std::to_string(task.value) +
-                                 " is a registered adapter; a request cannot bring weights for it");
+  if (weights == nullptr) {
+    if (found == records_.end()) {
+      throw PeftTaskNotCachedError(task);
     }
-    admit_carried(task, *weights);
+    return found->second;
   }
-  check_fits_some_day(require_record(task));
+  if (found != records_.end() && found->second.digest.empty()) {
+    throw RequestConflictError("task " + std::to_string(task.value) +
+                               " is a registered adapter; a request cannot bring weights for it");
+  }
+  admit_carried(task, *weights);
+  return require_record(task);
 }
 
 void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights) {
@@ -311,7 +326,11 @@ void PeftCacheManager::pin(TaskId task) {
     if (pages + kept > left) {
       throw LoraCacheFullError(host_.tier(), pages + kept, left, 0);
     }
-    bring_into_host(task, record.plan, false);
+    if (host_.find(task) == nullptr) {
+      bring_into_host(task, record.plan, false);
+    } else {
+      host_.use(task, ++uses_);
+    }
     host_.pin(task);
     user_pinned_pages_ += pages;
   }

@@ -24,6 +24,9 @@ TaskPages PeftCacheManager::pages_of(const LoraCache& cache, TaskId task,
 }
 
 void PeftCacheManager::make_room(Tier tier, std::size_t pages) {
+  if (pages <= cache_of(tier).pool().num_free()) {
+    return;
+  }
   std::vector<TaskId> evicted;
   const auto shortage = cache_of(tier).try_make_room(pages, [&](TaskId victim) {
     note_eviction(tier, victim);
@@ -132,20 +135,16 @@ void PeftCacheManager::revoke_owners(const Shortage& shortage) {
     }
     missing -= std::min(missing, candidate.pages);
     owners_.revoke(candidate.task);
-    release_owner(candidate.task);
+    host_.unpin(candidate.task);
     update_class(candidate.task);
   }
 }
 
-// Afterwards the task has a host entry, resident or loading.
+// Afterwards the task, which had none, has a host entry that is loading.
 void PeftCacheManager::bring_into_host(TaskId task, const std::shared_ptr<const AdapterPlan>& plan,
                                        bool started) {
-  if (host_.find(task) != nullptr) {
-    ++stats_.host.hits;
-    host_.use(task, ++uses_);
-    return;
-  }
   TaskRecord& record = records_.at(task);
+  check_fits_some_day(record);
   const bool from_device = device_.is_resident(task);
   if (!from_device && plan->source() == nullptr) {
     throw PeftTaskNotCachedError(task);

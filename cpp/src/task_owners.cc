@@ -17,6 +17,9 @@ std::optional<TaskId> TaskOwners::task_of(RequestId request) const {
 }
 
 const TaskOwners::Failure* TaskOwners::failure_of(RequestId request) const {
+  if (failures_.empty()) {
+    return nullptr;
+  }
   const auto found = failures_.find(request);
   return found == failures_.end() ? nullptr : &found->second;
 }
@@ -51,12 +54,16 @@ void TaskOwners::check_add(RequestId request, TaskId task) const {
   }
 }
 
-TaskOwners::Added TaskOwners::add(RequestId request, TaskId task, bool started) {
-  check_add(request, task);
+TaskOwners::Added TaskOwners::add(RequestId request, TaskId task, bool started, bool* first) {
+  if (first != nullptr) {
+    *first = false;
+  }
   if (failures_.contains(request)) {
+    check_add(request, task);
     return Added::already;
   }
   if (const auto found = lives_.find(request); found != lives_.end()) {
+    check_add(request, task);
     if (!found->second.is_paused) {
       return Added::already;
     }
@@ -77,6 +84,9 @@ TaskOwners::Added TaskOwners::add(RequestId request, TaskId task, bool started) 
   }
   sets->second.num_started += started ? 1U : 0U;
   sets->second.owned_since = is_new ? ++adds_ : sets->second.owned_since;
+  if (first != nullptr) {
+    *first = is_new;
+  }
   return Added::newly;
 }
 
@@ -90,14 +100,16 @@ bool TaskOwners::start(RequestId request) {
   return true;
 }
 
-void TaskOwners::drop_if_empty(TaskId task) {
+bool TaskOwners::drop_if_empty(TaskId task) {
   const auto known = by_task_.find(task);
-  if (known->second.active.empty() && known->second.paused.empty()) {
+  const bool is_empty = known->second.active.empty() && known->second.paused.empty();
+  if (is_empty) {
     by_task_.erase(known);
   }
+  return is_empty;
 }
 
-std::optional<TaskId> TaskOwners::pause(RequestId request) {
+std::optional<TaskOwners::Released> TaskOwners::pause(RequestId request) {
   const auto found = lives_.find(request);
   if (found == lives_.end() || found->second.is_paused) {
     return std::nullopt;
@@ -108,10 +120,10 @@ std::optional<TaskId> TaskOwners::pause(RequestId request) {
   sets.num_started -= life.started ? 1U : 0U;
   life.started = true;
   life.is_paused = true;
-  return life.task;
+  return Released{life.task, sets.active.empty(), false};
 }
 
-std::optional<TaskId> TaskOwners::done(RequestId request) {
+std::optional<TaskOwners::Released> TaskOwners::done(RequestId request) {
   failures_.erase(request);
   const auto found = lives_.find(request);
   if (found == lives_.end()) {
@@ -126,8 +138,8 @@ std::optional<TaskId> TaskOwners::done(RequestId request) {
     sets.active.erase(request);
     sets.num_started -= life.started ? 1U : 0U;
   }
-  drop_if_empty(life.task);
-  return life.task;
+  const bool last_active = !life.is_paused && sets.active.empty();
+  return Released{life.task, last_active, drop_if_empty(life.task)};
 }
 
 void TaskOwners::fail(TaskId task, const std::exception_ptr& error) {

@@ -25,6 +25,10 @@ constexpr TaskId kOther{8};
 constexpr RequestId kA{1};
 constexpr RequestId kB{2};
 
+std::optional<TaskId> task_of(const std::optional<TaskOwners::Released>& released) {
+  return released ? std::optional(released->task) : std::nullopt;
+}
+
 class TaskOwnersTest : public ::testing::Test {
  protected:
   void TearDown() override { owners_.check_invariants(); }
@@ -67,10 +71,10 @@ TEST_F(TaskOwnersTest, O1_AddOfAPausedRequestResumesIt) {
 TEST_F(TaskOwnersTest, O1_PauseMovesAnActiveRequestAndNothingElse) {
   owners_.add(kA, kTask);
   owners_.add(kB, kTask);
-  EXPECT_EQ(owners_.pause(kA), kTask);
+  EXPECT_EQ(owners_.pause(kA)->task, kTask);
   EXPECT_EQ(active(kTask), Requests{kB});
   EXPECT_EQ(paused(kTask), Requests{kA});
-  EXPECT_EQ(owners_.pause(kA), std::nullopt);  // already paused
+  EXPECT_FALSE(owners_.pause(kA));  // already paused
   EXPECT_EQ(paused(kTask), Requests{kA});
   EXPECT_EQ(owners_.task_of(kA), kTask);
 }
@@ -79,22 +83,22 @@ TEST_F(TaskOwnersTest, O1_DoneRemovesAnActiveAndAPausedRequest) {
   owners_.add(kA, kTask);
   owners_.add(kB, kTask);
   owners_.pause(kB);
-  EXPECT_EQ(owners_.done(kA), kTask);
+  EXPECT_EQ(owners_.done(kA)->task, kTask);
   EXPECT_FALSE(owners_.has_active(kTask));
   EXPECT_TRUE(owners_.has_any(kTask));
-  EXPECT_EQ(owners_.done(kB), kTask);
+  EXPECT_EQ(owners_.done(kB)->task, kTask);
   EXPECT_FALSE(owners_.has_any(kTask));
   EXPECT_EQ(owners_.task_of(kB), std::nullopt);
 }
 
 TEST_F(TaskOwnersTest, O1_UnknownRequestsLeaveNoPhantomEntries) {
-  EXPECT_EQ(owners_.pause(kA), std::nullopt);
-  EXPECT_EQ(owners_.done(kA), std::nullopt);
+  EXPECT_FALSE(owners_.pause(kA));
+  EXPECT_FALSE(owners_.done(kA));
   EXPECT_TRUE(owners_.by_task().empty());
   owners_.add(kA, kTask);
   owners_.done(kA);
-  EXPECT_EQ(owners_.done(kA), std::nullopt);
-  EXPECT_EQ(owners_.pause(kA), std::nullopt);
+  EXPECT_FALSE(owners_.done(kA));
+  EXPECT_FALSE(owners_.pause(kA));
   EXPECT_TRUE(owners_.by_task().empty());
 }
 
@@ -148,14 +152,14 @@ TEST_F(TaskOwnersTest, AgreesWithAMapThroughRandomCalls) {
           break;
         case 1: {
           const bool moves = alive && !life->second.is_paused;
-          ASSERT_EQ(owners.pause(request), changed(moves));
+          ASSERT_EQ(task_of(owners.pause(request)), changed(moves));
           if (moves) {
             life->second.is_paused = true;
           }
           break;
         }
         default:
-          ASSERT_EQ(owners.done(request), changed(alive));
+          ASSERT_EQ(task_of(owners.done(request)), changed(alive));
           model.erase(request);
       }
       ASSERT_NO_THROW(owners.check_invariants());
@@ -189,6 +193,22 @@ TEST_F(TaskOwnersTest, O4_ARequestHasStartedOnceItIsStartedOrPaused) {
   EXPECT_EQ(owners_.sets_of(kTask)->num_started, 1U);
 }
 
+TEST_F(TaskOwnersTest, PauseAndDoneSayWhatTheTaskLost) {
+  bool is_first = false;
+  owners_.add(kA, kTask, false, &is_first);
+  EXPECT_TRUE(is_first);
+  owners_.add(kB, kTask, false, &is_first);
+  EXPECT_FALSE(is_first);
+  auto released = owners_.pause(kA);
+  EXPECT_FALSE(released->last_active || released->last);
+  released = owners_.done(kB);
+  EXPECT_TRUE(released->last_active);
+  EXPECT_FALSE(released->last);
+  released = owners_.done(kA);
+  EXPECT_FALSE(released->last_active) << "it was paused";
+  EXPECT_TRUE(released->last);
+}
+
 TEST_F(TaskOwnersTest, O4_RevokedOwnersOwnNothingAndCanBeAddedAgain) {
   owners_.add(kA, kTask);
   owners_.add(kB, kTask);
@@ -210,10 +230,10 @@ TEST_F(TaskOwnersTest, C1_AFailureIsALevelUntilTheRequestIsDone) {
   for (const RequestId request : {kA, kB}) {
     ASSERT_NE(owners_.failure_of(request), nullptr);
     EXPECT_EQ(owners_.add(request, kTask), Added::already);
-    EXPECT_EQ(owners_.pause(request), std::nullopt);
+    EXPECT_FALSE(owners_.pause(request));
     EXPECT_THROW(owners_.add(request, kOther), RequestConflictError);
     EXPECT_EQ(owners_.task_of(request), kTask);
-    EXPECT_EQ(owners_.done(request), std::nullopt) << "it owned nothing";
+    EXPECT_FALSE(owners_.done(request)) << "it owned nothing";
     EXPECT_EQ(owners_.failure_of(request), nullptr);
   }
   EXPECT_EQ(owners_.add(kA, kTask), Added::newly);

@@ -28,6 +28,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "pagedlora/entry_state.h"
@@ -70,6 +71,7 @@ class LoraCache {
 
   // nullptr: absent. The entry may be loading.
   const Entry* find(TaskId task) const;
+  Entry* find(TaskId task) { return const_cast<Entry*>(std::as_const(*this).find(task)); }
   bool is_resident(TaskId task) const;
 
   // Why room for `pages` cannot be made while `kept_pages` of the evictable ones must stay; nothing
@@ -98,6 +100,12 @@ class LoraCache {
 
   // `distance` counts in the class `waiting` only. Absent tasks are ignored.
   void set_class(TaskId task, EvictionClass eviction_class, std::uint64_t distance = 0);
+
+  // The same for an entry that has been looked up.
+  void pin(Entry& entry);
+  void unpin(Entry& entry);
+  void use(Entry& entry, std::uint64_t use);
+  void set_class(Entry& entry, EvictionClass eviction_class, std::uint64_t distance = 0);
 
   // Every unpinned entry becomes `unowned`, keeping the order of victims.
   void demote_all();

@@ -251,7 +251,7 @@ class PeftCacheManager {
   // Records and owners (peft_cache_manager.cc)
   TaskRecord& require_record(TaskId task);
   const TaskRecord& require_record(TaskId task) const;
-  void admit_record(RequestId request, TaskId task, const CarriedWeights* weights);
+  TaskRecord& admit_record(RequestId request, TaskId task, const CarriedWeights* weights);
   void admit_carried(TaskId task, const CarriedWeights& weights);
   std::shared_ptr<const Layout> layout_of(TaskRecord& record);
   void check_fits_some_day(TaskRecord& record);
@@ -259,7 +259,8 @@ class PeftCacheManager {
   void check_open() const;
   void forget_if_gone(TaskId task);
   void update_class(TaskId task);
-  void release_owner(TaskId task);
+  void update_class(TaskId task, const TaskRecord& record, LoraCache::Entry* on_host,
+                    LoraCache::Entry* on_device);
 
   // Pages and loads (peft_cache_manager_loads.cc)
   void make_room(Tier tier, std::size_t pages);

@@ -44,6 +44,11 @@ class TaskOwners {
     std::exception_ptr error;
   };
   enum class Added { newly, resumed, already };
+  struct Released {
+    TaskId task;
+    bool last_active = false;  // the request was the last active owner
+    bool last = false;         // it was the last owner
+  };
 
   std::optional<TaskId> task_of(RequestId request) const;  // of an owner or a failed one
   const Failure* failure_of(RequestId request) const;      // nullptr: not failed
@@ -57,12 +62,13 @@ class TaskOwners {
 
   // Throws RequestConflictError if the request lives with another task.
   void check_add(RequestId request, TaskId task) const;
-  Added add(RequestId request, TaskId task, bool started = false);  // throws as check_add
+  // Throws as check_add. `first`, if given: whether the task had no owner before.
+  Added add(RequestId request, TaskId task, bool started = false, bool* first = nullptr);
   bool start(RequestId request);  // whether this made an active owner one that has started
 
-  // The request's task if the call changed an owner set.
-  std::optional<TaskId> pause(RequestId request);
-  std::optional<TaskId> done(RequestId request);
+  // What the task lost by it; nothing if the call changed no owner set.
+  std::optional<Released> pause(RequestId request);
+  std::optional<Released> done(RequestId request);
 
   void fail(TaskId task, const std::exception_ptr& error);
   void revoke(TaskId task);  // its sets must be revocable (std::logic_error)
@@ -79,7 +85,7 @@ class TaskOwners {
     bool is_paused = false;
   };
 
-  void drop_if_empty(TaskId task);
+  bool drop_if_empty(TaskId task);
   void check_life(TaskId task, RequestId request, bool is_paused) const;
 
   std::unordered_map<RequestId, Life> lives_;
