@@ -29,7 +29,7 @@ class _Engine:
 
     def __init__(self, config: LoraModelConfig, root: Path) -> None:
         self.cache = PeftCacheManager(
-            config, PeftCacheConfig(host_cache_size="640MiB", device_cache_size="320MiB")
+            config, PeftCacheConfig(host_cache_size="1GiB", device_cache_size="320MiB")
         )
         adapters = LoraManager(config, self.cache)
         shapes = [("adapter", AdapterShape(RANK, ALL_LINEAR))]
