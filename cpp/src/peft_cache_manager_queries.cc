@@ -233,9 +233,8 @@ void PeftCacheManager::check_records() const {
     require(device_.find(task) != nullptr || record.device_job == nullptr, task,
             "is copied to the device without being there");
   }
-  for (std::size_t position = 0; position < window_.size(); ++position) {
-    require(records_.contains(window_[position]), window_[position],
-            "is unknown but in the prefetch window");
+  for (const TaskId task : window_) {
+    require(records_.contains(task), task, "is unknown but in the prefetch window");
   }
 }
 

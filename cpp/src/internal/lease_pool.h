@@ -30,19 +30,8 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
 
   // An open, empty lease.
   std::shared_ptr<BatchLease> make(BatchLease::Release release) {
-    std::unique_ptr<BatchLease> lease;
-    {
-      const std::scoped_lock lock(mutex_);
-      if (!leases_.empty()) {
-        lease = std::move(leases_.back());
-        leases_.pop_back();
-      }
-    }
-    if (lease == nullptr) {
-      lease = std::make_unique<BatchLease>(config_, std::move(release));
-    } else {
-      lease->reopen(std::move(release));
-    }
+    std::unique_ptr<BatchLease> lease = take_lease();
+    lease->reopen(std::move(release));
     const auto pool = shared_from_this();
     return {lease.release(), [pool](BatchLease* unheld) noexcept { pool->take_back(unheld); },
             BlockAllocator<std::byte>(pool)};
@@ -75,39 +64,44 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
     std::shared_ptr<LeasePool> pool_;
   };
 
+  std::unique_ptr<BatchLease> take_lease() {
+    const std::scoped_lock lock(mutex_);
+    if (leases_.empty()) {
+      leases_.reserve(++num_leases_);  // so that giving it back cannot fail
+      return std::make_unique<BatchLease>(config_, nullptr);
+    }
+    std::unique_ptr<BatchLease> lease = std::move(leases_.back());
+    leases_.pop_back();
+    return lease;
+  }
   void take_back(BatchLease* unheld) noexcept {
     std::unique_ptr<BatchLease> lease(unheld);
     lease->close();
-    try {
-      const std::scoped_lock lock(mutex_);
-      leases_.push_back(std::move(lease));
-    } catch (const std::bad_alloc&) {  // then it is freed
-    }
+    const std::scoped_lock lock(mutex_);
+    leases_.push_back(std::move(lease));
   }
 
   void* take_block() {
     const std::scoped_lock lock(mutex_);
     if (blocks_.empty()) {
+      blocks_.reserve(++num_blocks_);
       return ::operator new(kBlockBytes);
     }
     void* block = blocks_.back();
     blocks_.pop_back();
     return block;
   }
-
   void give_block(void* block) noexcept {
-    try {
-      const std::scoped_lock lock(mutex_);
-      blocks_.push_back(block);
-    } catch (const std::bad_alloc&) {
-      ::operator delete(block);
-    }
+    const std::scoped_lock lock(mutex_);
+    blocks_.push_back(block);
   }
 
   std::shared_ptr<const LoraModelConfig> config_;
   std::mutex mutex_;
-  std::vector<std::unique_ptr<BatchLease>> leases_;
+  std::vector<std::unique_ptr<BatchLease>> leases_;  // that nobody holds
   std::vector<void*> blocks_;
+  std::size_t num_leases_ = 0;  // ever made
+  std::size_t num_blocks_ = 0;
 };
 
 }  // namespace pagedlora::internal
