@@ -280,6 +280,32 @@ TEST_P(LoraOperatorTest, NanBecomesCanonicalAndInfinityStays) {
   }
 }
 
+TEST_P(LoraOperatorTest, AnInfiniteWeightOfBReachesOnlyItsOwnOutput) {
+  for (const std::uint32_t rank : {1U, 2U, 3U, 4U, 5U, 7U, 8U}) {
+    Adapter adapter = one_row_adapter(33, 43, rank);
+    Matrix x = random(3, 33);
+    const Matrix before = random(3, 43);
+    Matrix clean = before;
+    const LoraBatch batch = batch_of({{adapter.pages(), 3}});
+    apply(lora_, batch, 0, x, clean);
+    for (const std::uint32_t out : {1U, 9U, 40U}) {
+      const Part& b = adapter.layout().b_parts(adapter.layout().blocks().front()).front();
+      std::byte* weight =
+          adapter.pages().address(b.at) + out * rank * element_bytes(GetParam().weights);
+      const float value = testing_support::load(weight, GetParam().weights);
+      testing_support::store(weight, GetParam().weights, std::numeric_limits<float>::infinity());
+      Matrix y = before;
+      apply(lora_, batch, 0, x, y);
+      testing_support::store(weight, GetParam().weights, value);
+      for (std::uint32_t row = 0; row < 3; ++row) {
+        EXPECT_FALSE(std::isfinite(y.get(row, out)));
+        y.set(row, out, clean.get(row, out));
+      }
+      EXPECT_EQ(y.bytes(), clean.bytes()) << "rank " << rank << ", output " << out;
+    }
+  }
+}
+
 TEST_P(LoraOperatorTest, SubnormalActivationsAreKept) {
   const float smallest = GetParam().activations == Dtype::float16    ? 0x1p-24F
                          : GetParam().activations == Dtype::bfloat16 ? 0x1p-133F
