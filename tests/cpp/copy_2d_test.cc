@@ -303,8 +303,7 @@ TEST_P(Copy2dOverflowTest, OneFiniteValueAnywhereIsReported) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryVariant, Copy2dOverflowTest,
-                         ::testing::ValuesIn(usable_isas()),
+INSTANTIATE_TEST_SUITE_P(EveryVariant, Copy2dOverflowTest, ::testing::ValuesIn(usable_isas()),
                          [](const auto& each) { return std::string(isa_name(each.param)); });
 
 }  // namespace
