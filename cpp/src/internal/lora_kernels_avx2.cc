@@ -79,7 +79,7 @@ PAGEDLORA_INLINE void add_sums(const Floats (&acc)[kRanks], std::uint32_t num_ra
 template <class X, class W, int kRows, int kRanks>
 void shrink_tile(const ShrinkArgs& args, std::uint32_t first_row, std::uint32_t first_rank) {
   const X* x[kRows];
-  for (int row = 0; row < kRows; ++row) {
+  for (std::uint32_t row = 0; row < kRows; ++row) {
     x[row] = static_cast<const X*>(args.x) + (first_row + row) * args.x_row_stride;
   }
   const std::uint32_t left = args.rank_count - first_rank;
