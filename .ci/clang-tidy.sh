@@ -3,7 +3,7 @@
 #
 # The clang-tidy of PyPI has no headers of its own (stddef.h, immintrin.h). They are Debian's
 # libclang-common-19-dev, installed here if we may; without it those of g++ do, except for the
-# AVX-512 sources, whose intrinsics only g++ itself can parse.
+# AVX2 and AVX-512 sources, whose intrinsics only g++ itself can parse.
 set -euo pipefail
 
 build_dir=$1
@@ -20,9 +20,9 @@ skip=()
 if [[ -e $resource_dir/include/stddef.h ]]; then
   args+=("--extra-arg=-resource-dir=$resource_dir")
 else
-  echo "clang-tidy: no libclang-common-19-dev, so *_avx512.cc is left out" >&2
+  echo "clang-tidy: no libclang-common-19-dev, so *_avx2.cc and *_avx512.cc are left out" >&2
   args+=("--extra-arg=-isystem$(g++ -print-file-name=include)")
-  skip=(-not -name "*_avx512.cc")
+  skip=(-not -name "*_avx2.cc" -not -name "*_avx512.cc")
 fi
 
 find cpp/src -name "*.cc" "${skip[@]}" -print0 | sort -z |

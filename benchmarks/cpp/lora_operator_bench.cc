@@ -229,7 +229,7 @@ void run(int rounds) {
   for (const Dtype weights : {Dtype::bfloat16, Dtype::float32}) {
     const Fleets fleets(weights);
     for (const Dtype activations : {Dtype::bfloat16, Dtype::float32}) {
-      for (const Isa isa : {Isa::avx512, Isa::portable}) {
+      for (const Isa isa : kIsas) {
         if (isa <= best_isa()) {
           print_case(fleets, activations, weights, isa, rounds, first);
           first = false;

@@ -1,7 +1,7 @@
 // Times PagedAttention in the shape of SmolLM2-135M (9 heads on 3 kv heads of 64, bfloat16): a
 // decode step of 16 sequences through 30 layers, and the prefill of one prompt of 2048 tokens. Each
-// round also copies the same bytes of keys and values with memcpy. Prints medians as one line of
-// JSON.
+// round runs every instruction set of this machine, and copies the same bytes of keys and values
+// with memcpy. Prints medians as one line of JSON.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -140,11 +140,40 @@ Workload make_workload(const std::vector<AttentionBatch::Sequence>& shapes, int 
   return Workload(AttentionBatch(std::move(sequences), kBlockSize), num_blocks, layers, random);
 }
 
+// The times of one instruction set.
+struct Series {
+  pagedlora::Isa isa;
+  PagedAttention attention{isa};
+  std::vector<double> decode_s{};
+  std::vector<double> prefill_s{};
+};
+
+std::vector<Series> make_series() {
+  std::vector<Series> all;
+  for (const pagedlora::Isa isa : pagedlora::kIsas) {
+    if (isa <= pagedlora::best_isa()) {
+      all.push_back({isa});
+    }
+  }
+  return all;
+}
+
+void print(const Series& series, std::int64_t decode_bytes, const char* separator) {
+  const double flops = 0.5 * kPromptTokens * (kPromptTokens + 1.0) * kHeads * 4.0 * kDim;
+  const double decode_s = median(series.decode_s);
+  const double prefill_s = median(series.prefill_s);
+  std::printf(
+      "%s{\"isa\": \"%s\", \"decode_us_per_layer\": %.1f, \"decode_kv_gb_per_s\": %.1f, "
+      "\"prefill_ms_per_layer\": %.2f, \"prefill_gflop_per_s\": %.1f}",
+      separator, std::string(pagedlora::isa_name(series.isa)).c_str(), decode_s * 1e6,
+      static_cast<double>(decode_bytes) / decode_s * 1e-9, prefill_s * 1e3,
+      flops / prefill_s * 1e-9);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::max(1, std::atoi(argv[1])) : 15;
-  const pagedlora::Isa isa = pagedlora::default_isa();
   std::mt19937 random(7);
   std::vector<AttentionBatch::Sequence> decode_shapes;
   for (int i = 0; i < kDecodeSequences; ++i) {  // 5 to 200 tokens with the new one
@@ -152,26 +181,28 @@ int main(int argc, char** argv) {
   }
   Workload decode = make_workload(decode_shapes, kLayers, random);
   Workload prefill = make_workload({{{}, 0, kPromptTokens}}, 1, random);
-  PagedAttention attention(isa);
-  decode.attend(attention);
-  prefill.attend(attention);
+  std::vector<Series> all = make_series();
 
-  std::vector<double> decode_s, decode_copy_s, prefill_s, prefill_copy_s;
-  for (int round = 0; round < rounds; ++round) {
-    decode_s.push_back(decode.attend(attention));
+  std::vector<double> decode_copy_s, prefill_copy_s;
+  for (int round = -1; round < rounds; ++round) {
+    for (Series& series : all) {
+      const double decode_s = decode.attend(series.attention);
+      const double prefill_s = prefill.attend(series.attention);
+      if (round >= 0) {  // the first is for warming up
+        series.decode_s.push_back(decode_s);
+        series.prefill_s.push_back(prefill_s);
+      }
+    }
     decode_copy_s.push_back(decode.copy());
-    prefill_s.push_back(prefill.attend(attention));
     prefill_copy_s.push_back(prefill.copy());
   }
-  const double flops = 0.5 * kPromptTokens * (kPromptTokens + 1.0) * kHeads * 4.0 * kDim;
-  const auto kv_bytes = static_cast<double>(decode.cached_bytes());
   std::printf(
-      "{\"benchmark\": \"paged_attention\", \"isa\": \"%s\", \"rounds\": %d, "
-      "\"decode_us_per_layer\": %.1f, \"decode_copy_us_per_layer\": %.1f, "
-      "\"decode_kv_gb_per_s\": %.1f, \"prefill_ms_per_layer\": %.2f, "
-      "\"prefill_copy_ms_per_layer\": %.3f, \"prefill_gflop_per_s\": %.1f}\n",
-      std::string(pagedlora::isa_name(isa)).c_str(), rounds, median(decode_s) * 1e6,
-      median(decode_copy_s) * 1e6, kv_bytes / median(decode_s) * 1e-9, median(prefill_s) * 1e3,
-      median(prefill_copy_s) * 1e3, flops / median(prefill_s) * 1e-9);
+      "{\"benchmark\": \"paged_attention\", \"rounds\": %d, \"decode_copy_us_per_layer\": %.1f, "
+      "\"prefill_copy_ms_per_layer\": %.3f, \"cases\": [",
+      rounds, median(decode_copy_s) * 1e6, median(prefill_copy_s) * 1e3);
+  for (const Series& series : all) {
+    print(series, decode.cached_bytes(), &series == &all.front() ? "" : ", ");
+  }
+  std::printf("]}\n");
   return 0;
 }

@@ -13,17 +13,17 @@ Isa isa_argument(std::string_view name) {
   if (name == "auto") {
     return default_isa();
   }
-  for (const Isa isa : {Isa::portable, Isa::avx512}) {
-    if (name != isa_name(isa)) {
-      continue;
+  std::string known = "\"auto\"";
+  for (const Isa isa : kIsas) {
+    if (name == isa_name(isa)) {
+      if (isa > best_isa()) {
+        throw py::value_error("this processor or build has no " + std::string(name));
+      }
+      return isa;
     }
-    if (isa == Isa::avx512 && best_isa() != Isa::avx512) {
-      throw py::value_error("this processor or build has no avx512");
-    }
-    return isa;
+    known.append(isa == Isa::avx512 ? " and \"" : ", \"").append(isa_name(isa)).append("\"");
   }
-  throw py::value_error("isa is \"" + std::string(name) +
-                        "\"; \"auto\", \"portable\" and \"avx512\" are known");
+  throw py::value_error("isa is \"" + std::string(name) + "\"; " + known + " are known");
 }
 
 void register_build_info(py::module_& module) {

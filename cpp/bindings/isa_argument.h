@@ -1,4 +1,4 @@
-// "auto", "portable" or "avx512" as Python spells it.
+// An instruction set as Python spells it: "auto", or a name of isa_name().
 #pragma once
 
 #include <string_view>

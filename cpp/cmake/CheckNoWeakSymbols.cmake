@@ -7,5 +7,5 @@ execute_process(COMMAND ${NM} --demangle --defined-only ${OBJECTS}
 string(REGEX MATCHALL "[^\n]* [WVu] [^\n]*" weak "${symbols}")
 if(weak)
   list(JOIN weak "\n  " lines)
-  message(FATAL_ERROR "weak symbols compiled for AVX-512:\n  ${lines}")
+  message(FATAL_ERROR "weak symbols compiled for one instruction set:\n  ${lines}")
 endif()

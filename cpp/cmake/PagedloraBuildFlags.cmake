@@ -9,7 +9,7 @@ add_library(pagedlora::build_flags ALIAS pagedlora_build_flags)
 target_compile_features(pagedlora_build_flags INTERFACE cxx_std_20)
 target_link_libraries(pagedlora_build_flags INTERFACE Threads::Threads)
 
-# Portable and AVX-512 kernels must give the same bits: a * b + c is fused only where we write it.
+# The kernels of all instruction sets must give the same bits: a * b + c is fused only where we write it.
 target_compile_options(pagedlora_build_flags INTERFACE -ffp-contract=off)
 
 target_compile_options(

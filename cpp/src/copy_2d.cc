@@ -12,6 +12,11 @@ internal::CopyKernel choose_kernel(Dtype source_dtype, Dtype target_dtype,
     return internal::avx512_copy_kernel(source_dtype, target_dtype);
   }
 #endif
+#if defined(PAGEDLORA_HAVE_AVX2)
+  if (isa == Isa::avx2) {
+    return internal::avx2_copy_kernel(source_dtype, target_dtype);
+  }
+#endif
   return internal::portable_copy_kernel(source_dtype, target_dtype);
 }
 

@@ -117,7 +117,7 @@ AttentionBatch::AttentionBatch(std::vector<Sequence> sequences, std::int64_t blo
 }
 
 PagedAttention::PagedAttention(Isa isa) : isa_(isa) {
-  require(isa != Isa::avx512 || best_isa() == Isa::avx512, "AVX-512 is not available");
+  require(isa <= best_isa(), "this processor or build cannot run that instruction set");
 }
 
 void PagedAttention::run(const AttentionBatch& batch, const AttentionArgs& args) {

@@ -1,4 +1,4 @@
-// copy_2d against a loop over dtype.h, for every pair of types and both variants.
+// copy_2d against a loop over dtype.h, for every pair of types and every variant.
 #include "pagedlora/copy_2d.h"
 
 #include <gtest/gtest.h>

@@ -9,7 +9,7 @@ namespace pagedlora::testing_support {
 
 inline std::vector<Isa> usable_isas() {
   std::vector<Isa> isas;
-  for (const Isa isa : {Isa::portable, Isa::avx512}) {
+  for (const Isa isa : kIsas) {
     if (isa <= best_isa()) {
       isas.push_back(isa);
     }

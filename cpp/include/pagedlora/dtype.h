@@ -1,9 +1,9 @@
 // Element types of weights and activations, and the exact conversions between them.
 //
-// The conversions are a specification, not an optimisation: every executor (portable, AVX-512,
-// CUDA) must give the same bits. Values are widened exactly to float32 and narrowed to nearest,
-// ties to even; subnormals are kept; a NaN becomes the canonical quiet NaN of the target (all
-// exponent and mantissa bits set, sign cleared); a finite value beyond float16's range becomes
+// The conversions are a specification, not an optimisation: every executor (portable, AVX2,
+// AVX-512, CUDA) must give the same bits. Values are widened exactly to float32 and narrowed to
+// nearest, ties to even; subnormals are kept; a NaN becomes the canonical quiet NaN of the target
+// (all exponent and mantissa bits set, sign cleared); a finite value beyond float16's range becomes
 // infinity here and is refused by whoever stores adapter weights.
 //
 // Pure functions; thread-safe.

@@ -69,6 +69,7 @@ struct AttentionKernels {
 const AttentionKernels& attention_kernels(Isa isa, Dtype dtype);
 
 const AttentionKernels& attention_kernels_portable(Dtype dtype);
+const AttentionKernels& attention_kernels_avx2(Dtype dtype);    // only with PAGEDLORA_HAVE_AVX2
 const AttentionKernels& attention_kernels_avx512(Dtype dtype);  // only with PAGEDLORA_HAVE_AVX512
 
 }  // namespace pagedlora::internal

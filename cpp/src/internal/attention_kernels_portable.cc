@@ -123,6 +123,11 @@ const AttentionKernels& attention_kernels(Isa isa, Dtype dtype) {
     return attention_kernels_avx512(dtype);
   }
 #endif
+#if defined(PAGEDLORA_HAVE_AVX2)
+  if (isa == Isa::avx2) {
+    return attention_kernels_avx2(dtype);
+  }
+#endif
   static_cast<void>(isa);
   return attention_kernels_portable(dtype);
 }

@@ -14,6 +14,11 @@ using CopyKernel = bool (*)(const Copy2d* copies, std::size_t count);
 
 CopyKernel portable_copy_kernel(Dtype source_dtype, Dtype target_dtype);
 
+#if defined(PAGEDLORA_HAVE_AVX2)
+// Needs AVX2, FMA and F16C: call only when best_isa() is at least that.
+CopyKernel avx2_copy_kernel(Dtype source_dtype, Dtype target_dtype);
+#endif
+
 #if defined(PAGEDLORA_HAVE_AVX512)
 // Needs AVX-512 F, BW, DQ and VL: call only when best_isa() says so.
 CopyKernel avx512_copy_kernel(Dtype source_dtype, Dtype target_dtype);

@@ -63,7 +63,8 @@ struct LoraKernels {
 // Requires isa <= best_isa().
 const LoraKernels& lora_kernels(Dtype activations, Dtype weights, Isa isa);
 
-// Entry [activations][weights]; only where PAGEDLORA_HAVE_AVX512 is defined.
+// Entry [activations][weights]; only where PAGEDLORA_HAVE_AVX2 or PAGEDLORA_HAVE_AVX512 is defined.
+extern const LoraKernels kAvx2LoraKernels[kNumDtypes][kNumDtypes];
 extern const LoraKernels kAvx512LoraKernels[kNumDtypes][kNumDtypes];
 
 }  // namespace pagedlora::internal

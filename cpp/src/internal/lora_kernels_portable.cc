@@ -102,6 +102,11 @@ const LoraKernels& lora_kernels(Dtype activations, Dtype weights, [[maybe_unused
     return kAvx512LoraKernels[x][w];
   }
 #endif
+#if defined(PAGEDLORA_HAVE_AVX2)
+  if (isa == Isa::avx2) {
+    return kAvx2LoraKernels[x][w];
+  }
+#endif
   return kPortableLoraKernels[x][w];
 }
 
