@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError
+from pagedlora.loaders.digest import ModuleContent, content_digest
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.packed import unpack
 from pagedlora.loaders.peft_config import parse_peft_config
@@ -17,6 +16,7 @@ from pagedlora.loaders.rows import (
     AdapterTensors,
     MatrixPair,
     StoredTensor,
+    canonical_name,
     make_rows,
     pair_tensors,
 )
@@ -67,7 +67,7 @@ class AdapterWeights:
         parsed = parse_peft_config(config, _DESCRIPTION)
         buffer, packed = _pack(tensors)
         pairs = pair_tensors(packed, parsed, _DESCRIPTION)
-        return cls(buffer, pairs, parsed.scale, _digest(buffer, packed, parsed.scale))
+        return cls(buffer, pairs, parsed.scale, _digest(buffer, pairs, parsed.scale))
 
     @classmethod
     def from_packed(
@@ -112,12 +112,13 @@ class AdapterWeights:
         )
         stored = {tensor.name: tensor for tensor in packed}
         modules = {module: MatrixPair(stored[a], stored[b]) for module, (a, b) in names.items()}
-        digest = _digest(buffer, packed, _FOLDED_SCALE)
-        return cls(buffer, AdapterTensors(modules, len(packed)), _FOLDED_SCALE, digest)
+        tensors = AdapterTensors(modules, len(packed))
+        digest = _digest(buffer, tensors, _FOLDED_SCALE)
+        return cls(buffer, tensors, _FOLDED_SCALE, digest)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over names, types, shapes, bytes and the scale."""
+        """That of the content, in hexadecimal: see `pagedlora.loaders.digest`."""
         return self._digest
 
     def carried(self, model_config: _core.LoraModelConfig) -> _core.CarriedWeights:
@@ -135,20 +136,19 @@ class AdapterWeights:
         return self._carried[1]
 
 
-def _digest(buffer: bytearray, packed: list[StoredTensor], scale: float) -> str:
-    header = json.dumps([scale, [(t.name, t.dtype, t.shape) for t in packed]])
-    digest = hashlib.sha256(header.encode())
-    digest.update(buffer)
-    return digest.hexdigest()
+def _digest(buffer: bytearray, tensors: AdapterTensors, scale: float) -> str:
+    view = memoryview(buffer)
+    modules = (ModuleContent(name, scale, pair) for name, pair in tensors.modules.items())
+    return content_digest(modules, lambda offset, size: (view[offset : offset + size],))
 
 
 def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTensor]]:
-    """All tensors back to back, by name, so that equal content gives an equal digest."""
+    """All tensors back to back, by name, so that equal content has equal plans."""
     import torch
 
     buffer = bytearray()
     packed = []
-    for name in sorted(tensors):
+    for name in sorted(tensors, key=canonical_name):
         tensor = tensors[name].detach().cpu().contiguous()
         dtype = TORCH_DTYPES.get(str(tensor.dtype))
         if dtype is None:

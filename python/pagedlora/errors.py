@@ -164,12 +164,29 @@ class AdapterInUseError(PagedLoraError, RuntimeError):
 
     Attributes:
         task_id: Its task in the caches.
-        num_owners: Requests that own it, active and paused.
+        num_owners: Requests that use it.
+        owners: Their ids, where the error comes from an adapter's name.
     """
 
     code = "adapter_in_use"
     task_id: int
     num_owners: int
+    owners: frozenset[int] = frozenset()
+
+
+class GenerationConflictError(PagedLoraError, ValueError):
+    """An adapter is not of the generation that the caller takes it for; nothing was changed.
+
+    Attributes:
+        name: The adapter.
+        expected: The digest that the caller gave.
+        actual: That of what the name stands for.
+    """
+
+    code = "generation_conflict"
+    name: str
+    expected: str
+    actual: str | None
 
 
 class RequestConflictError(PagedLoraError, ValueError):

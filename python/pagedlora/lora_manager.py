@@ -1,145 +1,98 @@
-"""Adapters by name: parses their files and makes them known to the cache."""
+"""Adapters by name: parses their files and makes them known to the cache.
+
+A name stands for one *generation*: one content, with one task in the cache. Names of equal content
+share a generation as soon as both contents are known, that is, were read once: `load`, `pin`,
+`reload` and `cache_salt` read it, `register` does not. Owners, pins and `unload` are per name.
+"""
 
 from __future__ import annotations
 
+import builtins
+import hashlib
 import os
 import threading
-from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
-from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
-from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
+from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
+from pagedlora.errors import AdapterInUseError, AdapterNotFoundError, InvalidArgumentError
+from pagedlora.loaders.digest import length_prefixed
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.paths import to_path
+from pagedlora.paths import is_possible_path, to_path
+from pagedlora.registry.deadline import Deadline
+from pagedlora.registry.describe import Describer
+from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
+from pagedlora.registry.host_pins import HostPins
+from pagedlora.registry.loads import Loader
+from pagedlora.registry.names import NameEntry, NameTable, Owners
+from pagedlora.registry.parts import RegistryParts
+from pagedlora.registry.reload import Reloader
 
 if TYPE_CHECKING:
     from pagedlora.peft_cache import PeftCacheManager
 
+__all__ = [
+    "MAX_NAME_BYTES",
+    "MAX_RETIRED",
+    "AdapterInfo",
+    "AdapterReport",
+    "LoraManager",
+    "probe_adapter",
+]
+
 MAX_NAME_BYTES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterReport:
-    """What an adapter's files say, without a model.
-
-    Attributes:
-        path: Its directory.
-        ranks: Module name to rank.
-        scales: Module name to the factor of B A x.
-        num_tensors: Tensors used; always all of the file's.
-        dtypes: Types of the stored tensors.
-        parameters: Numbers in the tensors.
-        bytes_on_disk: Size of the weights file.
-    """
-
-    path: str
-    ranks: dict[str, int]
-    scales: dict[str, float]
-    num_tensors: int
-    dtypes: list[str]
-    parameters: int
-    bytes_on_disk: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """A registered adapter as it is now.
-
-    Attributes:
-        name: How requests name it.
-        path: Where it was registered from.
-        task_id: Its task in the caches.
-        ranks: Module name to rank.
-        scales: Module name to the factor of B A x.
-        num_pages: Pages it takes in either tier.
-        bytes: Those pages in bytes.
-        tiers: The tiers that hold it now: "host", "device".
-        owners: Ids of the requests that use it, active and paused.
-    """
-
-    name: str
-    path: str
-    task_id: int
-    ranks: dict[str, int]
-    scales: dict[str, float]
-    num_pages: int
-    bytes: int
-    tiers: tuple[str, ...]
-    owners: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    """What is kept of an adapter, small: there may be very many.
-
-    Attributes:
-        path: Where it was registered from.
-        task_id: Its task in the caches.
-        num_pages: Pages it takes in either tier.
-        modules: Indices of its modules in the model configuration.
-        ranks: Of those modules.
-        scales: Of those modules.
-    """
-
-    path: str
-    task_id: int
-    num_pages: int
-    modules: array[int]
-    ranks: array[int]
-    scales: array[float]
-
-
-class _Residency:
-    """What the cache says about all tasks at once, asked for one time."""
-
-    def __init__(self, cache: PeftCacheManager) -> None:
-        self._cache = cache
-        self._owners: tuple[Mapping[int, set[int]], ...] = (cache.active_tasks, cache.paused_tasks)
-
-    def owners(self, task_id: int) -> frozenset[int]:
-        """Requests that use the task, active and paused."""
-        return frozenset().union(*(owners.get(task_id, ()) for owners in self._owners))
-
-    def tiers(self, task_id: int) -> tuple[str, ...]:
-        """The tiers that hold the task."""
-        host = ("host",) if self._cache.is_task_cached(task_id) else ()
-        device = ("device",) if self._cache.is_task_cached_device(task_id) else ()
-        return host + device
+_LOOK_EVERY_S = 0.005
+"""Owners that end without `release` are noticed so late."""
+_SHOWN_OWNERS = 10
 
 
 class LoraManager:
     """The registry of adapters of one model. Thread-safe.
 
     Registering parses the configuration and the header of the weights and reads no weights; they
-    are read, and read again, whenever a request needs them.
+    are read, and read again, whenever a request needs them. No lock is held while a call hashes,
+    reads or waits. A call that raises has changed nothing, unless it says so.
     """
 
     def __init__(
-        self, model_config: _core.LoraModelConfig, cache_manager: PeftCacheManager
+        self,
+        model_config: _core.LoraModelConfig,
+        cache_manager: PeftCacheManager,
+        *,
+        base_model_id: str = "",
     ) -> None:
         """Starts empty.
 
         Args:
             model_config: The one that the cache manager was made for.
-            cache_manager: Gets a task per adapter.
+            cache_manager: Gets a task per generation.
+            base_model_id: Tells the base model's weights from others of the same shape, in
+                `cache_salt`; the same in every process that shares keys.
         """
-        self._table = ModuleTable(model_config)
+        table = ModuleTable(model_config)
+        self._base_identity = _base_identity(table, base_model_id)
         self._cache = cache_manager
-        self._adapters: dict[str, _Registered] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._generations = GenerationTable(cache_manager)
+        self._pins = HostPins(cache_manager, self._lock)
+        self._names = NameTable(cache_manager, self._generations, self._pins)
+        parts = RegistryParts(table, self._lock, self._generations, self._names, self._pins)
+        self._reloader = Reloader(parts)
+        self._loader = Loader(parts, self._reloader)
+        self._describer = Describer(table, cache_manager, self._names)
+
+    # ---- names ---------------------------------------------------------------------------------
 
     def register(self, name: str, source: str | os.PathLike[str]) -> AdapterInfo:
-        """Makes an adapter known under a name.
+        """Makes an adapter known under a name; reads no content.
 
         Args:
             name: Not empty, at most 256 bytes of UTF-8; taken as it is.
             source: A PEFT directory.
 
         Returns:
-            What is known about it.
+            What is known about it; its `generation` is None.
 
         Raises:
             InvalidArgumentError: The name is impossible or taken, or the source is no path.
@@ -150,21 +103,176 @@ class LoraManager:
         """
         _check_name(name)
         path = to_path(source, f"the source of adapter '{name}'")
-        self._check_new(name)
-        plan = open_peft_directory(path).plan(self._table)
-        rows = plan.rows
-        modules = array("I", [row.module for row in rows])
-        ranks = array("I", [row.rank for row in rows])
-        scales = array("f", [row.scale for row in rows])
-        # Last what cannot fail, so that a call that raises leaves neither task nor name.
-        num_pages = self._cache.core.num_pages_of_plan(plan)
-        residency = _Residency(self._cache)
         with self._lock:
-            self._check_new(name)
-            task_id = self._cache.core.register_task(plan)
-            adapter = _Registered(path, task_id, num_pages, modules, ranks, scales)
-            self._adapters[name] = adapter
-        return self._describe(name, adapter, residency)
+            self._names.check_new(name)
+        owners = Owners(self._cache)
+        entry = self._loader.register(name, path)
+        with self._lock:
+            return self._describer.name(entry, owners)
+
+    def load(
+        self,
+        name: str,
+        source: str | os.PathLike[str] | None = None,
+        *,
+        pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> AdapterInfo:
+        """Reads an adapter's content and brings it into the host tier; waits until it is there.
+
+        A name that is not registered yet is registered. If another call loads the same name from
+        the same source already, waits for that one and has its result.
+
+        Args:
+            name: As in `register`.
+            source: As in `register`; None: the name is registered.
+            pinned: Adds a pin, as `pin` does. Without, the adapter may be evicted again at once.
+            timeout_s: Seconds, 0 or more; None: until the cache's own limits end the load. One
+                read of a file that hangs is not interrupted.
+
+        Returns:
+            What is known about it, with its `generation`.
+
+        Raises:
+            InvalidArgumentError: The name is registered, or being loaded, from another source.
+            AdapterNotFoundError: It is not registered and there is no source, or was unloaded
+                meanwhile.
+            AdapterLoadTimeout: Time is up.
+            PagedLoraError: As `register`, `AdapterSourceChangedError`, or what the load failed by.
+                A name that this call registered is not registered any more.
+        """
+        _check_name(name)
+        deadline = Deadline(timeout_s)
+        path = None if source is None else to_path(source, f"the source of adapter '{name}'")
+        real_path = None if path is None else _real_path(path, name)
+        self._loader.load(name, path, real_path, pinned, deadline)
+        return self.get(name)
+
+    def unload(self, name: str, *, timeout_s: float = 30.0) -> None:
+        """Gives up a name, with its pins, after its requests have ended.
+
+        From the start of the call new requests are refused; other names of the same content go on.
+
+        Args:
+            name: The adapter.
+            timeout_s: Seconds to wait for its requests, 0 or more.
+
+        Raises:
+            AdapterNotFoundError: No such name is registered, or it is being unloaded already.
+            AdapterInUseError: Some of its requests have not ended, `owners`; the name works again.
+        """
+        deadline = Deadline(timeout_s)
+        with self._changed:
+            entry = self._names.require(name)
+            entry.is_unloading = True
+            try:
+                while users := self._names.users(entry, Owners(self._cache)):
+                    if deadline.has_passed:
+                        raise _in_use(entry, users, timeout_s)
+                    self._changed.wait(deadline.left_s(_LOOK_EVERY_S))
+                self._names.remove(entry)
+            finally:
+                entry.is_unloading = False
+            self._generations.collect()
+
+    def reload(
+        self,
+        name: str,
+        source: str | os.PathLike[str],
+        *,
+        expected_generation: str | None = None,
+    ) -> AdapterInfo:
+        """Lets a name stand for the content of a source, after parsing and reading it.
+
+        Content that is the name's already changes only where it is read from. Other content is
+        another generation: requests of the name that have started stay with the one that they
+        have, which is *retired* until they end; the others move, with their `lora_task_id`. Those
+        that are owners are added again; where the cache is full they are left out, and wait.
+        Requests that move must not be put in a batch at the same time.
+
+        Args:
+            name: A registered adapter.
+            source: A PEFT directory.
+            expected_generation: The digest that the name must have; None: any.
+
+        Returns:
+            What the name stands for now.
+
+        Raises:
+            AdapterNotFoundError: No such name is registered, or the source does not exist.
+            GenerationConflictError: The name's generation is not the expected one.
+            AdapterInUseError: `MAX_RETIRED` generations are retired.
+            LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
+            PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
+        """
+        path = to_path(source, f"the source of adapter '{name!s:.80}'")
+        entry = self._require(name)
+        self._reloader.reload(entry, path, expected_generation)
+        return self.get(name)
+
+    # ---- pins ----------------------------------------------------------------------------------
+
+    def pin(self, name: str) -> None:
+        """Keeps an adapter in the host tier, after reading it, until as many `unpin`.
+
+        Raises:
+            AdapterNotFoundError: No such name is registered.
+            LoraCacheFullError: There is no room, or the pinned ones would leave none for the
+                largest known adapter.
+            PagedLoraError: It cannot be read; it is not pinned then.
+        """
+        self._loader.hold(self._require(name), Deadline(None), keep=True)
+
+    def unpin(self, name: str) -> None:
+        """Takes one `pin` of the name back.
+
+        Raises:
+            AdapterNotFoundError: No such name is registered.
+            InvalidArgumentError: The name is not pinned.
+        """
+        with self._lock:
+            entry = self._names.get(name)
+            if entry.pins == 0:
+                raise InvalidArgumentError(f"adapter '{name}' is not pinned")
+            entry.pins -= 1
+            self._pins.give_back(entry.generation)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def acquire(self, name: str, request: Any) -> int:
+        """Remembers that a request uses the name, until `release`; idempotent.
+
+        The name is not unloaded before the request ends: before it is released or, if it was
+        seen to own its task in the cache, does not own it any more. If it has a true
+        `keeps_adapter`, only `release` ends it, and `reload` does not move it.
+
+        Args:
+            name: A registered adapter.
+            request: Has a `request_id`, unique among live requests. Its `lora_task_id` is set.
+                Kept until `release`.
+
+        Returns:
+            The task of the adapter.
+
+        Raises:
+            AdapterNotFoundError: No such name is registered, or it is being unloaded.
+            RequestConflictError: A live request of that id uses an adapter already.
+            InvalidArgumentError: The request's `lora_task_id` cannot be set.
+        """
+        with self._lock:
+            entry = self._names.require(name)
+            return self._names.acquire(entry, request, self.task_id(name))
+
+    def release(self, request: Any) -> None:
+        """Forgets what the request uses, at its end; nothing happens if it uses nothing.
+
+        If it owns its task in the cache still, it is marked done.
+        """
+        with self._changed:
+            self._names.release(request)
+            self._changed.notify_all()
+
+    # ---- queries -------------------------------------------------------------------------------
 
     def get(self, name: str) -> AdapterInfo:
         """A registered adapter as it is now.
@@ -172,83 +280,83 @@ class LoraManager:
         Raises:
             AdapterNotFoundError: No adapter of that name is registered.
         """
-        return self._describe(name, self._require(name), _Residency(self._cache))
+        owners = Owners(self._cache)
+        with self._lock:
+            return self._describer.name(self._names.get(name), owners)
 
     def task_id(self, name: str) -> int:
         """The task of a registered adapter.
 
         Raises:
+            AdapterNotFoundError: No adapter of that name is registered, or it is being unloaded.
+        """
+        return self._require(name).generation.task_id
+
+    def real_path(self, name: str) -> str:
+        """Where a registered adapter was registered from, without links.
+
+        Raises:
             AdapterNotFoundError: No adapter of that name is registered.
         """
-        return self._require(name).task_id
+        with self._lock:
+            return self._names.get(name).real_path
 
-    def list(self) -> list[AdapterInfo]:
+    def list(self) -> builtins.list[AdapterInfo]:
         """All registered adapters, in order of registration."""
-        adapters = list(self._adapters.items())
-        residency = _Residency(self._cache)
-        return [self._describe(name, adapter, residency) for name, adapter in adapters]
+        owners = Owners(self._cache)
+        with self._lock:
+            self._generations.collect()
+            entries = self._names.entries
+        infos: builtins.list[AdapterInfo] = []
+        for entry in entries:
+            with self._lock:  # one by one: there may be very many
+                infos.append(self._describer.name(entry, owners))
+        return infos
+
+    def retired(self) -> tuple[AdapterInfo, ...]:
+        """Generations that no name stands for any more, and some request still uses."""
+        owners = Owners(self._cache)
+        with self._lock:
+            self._generations.collect()
+            generations = self._generations.retired
+            return tuple(self._describer.generation(each, owners) for each in generations)
 
     def __len__(self) -> int:
         """Number of registered adapters."""
-        return len(self._adapters)
+        return len(self._names)
 
     def is_adapter_in_cpu_cache(self, task_id: int) -> bool:
         """Whether the task is resident in the host tier."""
         return self._cache.is_task_cached(task_id)
 
-    def _require(self, name: str) -> _Registered:
-        adapter = self._adapters.get(name)
-        if adapter is None:
-            raise AdapterNotFoundError(
-                f"no adapter '{name}' is registered; {len(self._adapters)} others are. "
-                "Register it, or use None for the base model",
-                name=name,
-            )
-        return adapter
+    def cache_salt(self, name: str, tenant_salt: bytes = b"") -> bytes:
+        """What tells keys and values of this adapter from those of others, the same everywhere.
 
-    def _check_new(self, name: str) -> None:
-        if name in self._adapters:
-            raise InvalidArgumentError(
-                f"adapter '{name}' is already registered from '{self._adapters[name].path}': "
-                "use another name"
-            )
+        SHA-256 of the content's digest, the base model (its `base_model_id`, the modules' names
+        and sizes and the cache's dtype) and the tenant, each with its length. Reads the content if
+        it is not known yet.
 
-    def _describe(self, name: str, adapter: _Registered, residency: _Residency) -> AdapterInfo:
-        modules = [self._table.names[index] for index in adapter.modules]
-        return AdapterInfo(
-            name=name,
-            path=adapter.path,
-            task_id=adapter.task_id,
-            ranks=dict(zip(modules, adapter.ranks, strict=True)),
-            scales=dict(zip(modules, adapter.scales, strict=True)),
-            num_pages=adapter.num_pages,
-            bytes=adapter.num_pages * self._cache.page_bytes,
-            tiers=residency.tiers(adapter.task_id),
-            owners=residency.owners(adapter.task_id),
-        )
+        Args:
+            name: A registered adapter.
+            tenant_salt: Keeps tenants apart.
 
+        Returns:
+            32 bytes.
 
-def probe_adapter(path: str | os.PathLike[str]) -> AdapterReport:
-    """What an adapter's files say; checks everything that needs no model.
+        Raises:
+            AdapterNotFoundError: No such name is registered, or its file is gone.
+            InvalidArgumentError: `tenant_salt` is not bytes.
+            PagedLoraError: The content cannot be read.
+        """
+        if not isinstance(tenant_salt, bytes):
+            raise InvalidArgumentError(f"tenant_salt is {tenant_salt!r:.80}: it must be bytes")
+        digest = self._reloader.identify(self._require(name), Deadline(None))
+        parts = (bytes.fromhex(digest), self._base_identity, tenant_salt)
+        return hashlib.sha256(b"".join(map(length_prefixed, parts))).digest()
 
-    Raises:
-        PagedLoraError: As `LoraManager.register`, but for what depends on a model.
-    """
-    return _report(open_peft_directory(path))
-
-
-def _report(adapter: PeftDirectory) -> AdapterReport:
-    modules = adapter.tensors.modules
-    tensors = [tensor for pair in modules.values() for tensor in pair]
-    return AdapterReport(
-        path=adapter.path,
-        ranks={name: pair.rank for name, pair in modules.items()},
-        scales=dict.fromkeys(modules, adapter.config.scale),
-        num_tensors=adapter.tensors.num_tensors,
-        dtypes=sorted({tensor.dtype for tensor in tensors}),
-        parameters=sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors),
-        bytes_on_disk=adapter.source.size_bytes,
-    )
+    def _require(self, name: str) -> NameEntry:
+        with self._lock:
+            return self._names.require(name)
 
 
 def _check_name(name: str) -> None:
@@ -257,3 +365,29 @@ def _check_name(name: str) -> None:
         raise InvalidArgumentError(
             f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
         )
+
+
+def _real_path(path: str, name: str) -> str:
+    if not is_possible_path(path):
+        raise AdapterNotFoundError(f"no file of adapter '{name}' can be at {path!r}", name=path)
+    return os.path.realpath(path)
+
+
+def _base_identity(table: ModuleTable, base_model_id: str) -> bytes:
+    parts = [base_model_id, table.config.dtype.name]
+    for name in table.names:
+        sizes = table.sizes[name]
+        parts += [name, str(sizes.in_features), str(sizes.out_features)]
+    return b"".join(length_prefixed(part.encode()) for part in parts)
+
+
+def _in_use(entry: NameEntry, users: frozenset[int], timeout_s: float) -> AdapterInUseError:
+    shown = ", ".join(map(str, sorted(users)[:_SHOWN_OWNERS]))
+    more = ", ..." if len(users) > _SHOWN_OWNERS else ""
+    return AdapterInUseError(
+        f"adapter '{entry.name}' is still in use after {timeout_s:g} s, by {len(users)} requests: "
+        f"{shown}{more}; it was not unloaded",
+        task_id=entry.generation.task_id,
+        num_owners=len(users),
+        owners=users,
+    )

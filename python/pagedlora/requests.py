@@ -92,6 +92,9 @@ class LlmRequest:
         state: See `RequestState`; changed by `advance_to` only.
         finish_reason: Set when finished.
         error: Set when failed.
+        keeps_adapter: Whether it stays with the generation of its adapter that it got, also before
+            it starts, and needs it until it is released: set where a scheduler has counted the
+            adapter's pages. See `LoraManager.acquire`.
     """
 
     request_id: int
@@ -106,6 +109,7 @@ class LlmRequest:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     error: PagedLoraError | None = None
+    keeps_adapter: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

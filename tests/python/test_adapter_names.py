@@ -12,7 +12,7 @@ import pytest
 
 from pagedlora.engine.adapter_names import AdapterNames
 from pagedlora.errors import AdapterFormatError, AdapterNotFoundError, InvalidArgumentError
-from pagedlora.requests import LoRARequest
+from pagedlora.requests import LlmRequest, LoRARequest
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.infos: dict[str, Info] = {}
+        self.users: dict[int, str] = {}
 
     def register(self, name: str, source: str) -> Info:
         if source.endswith("bad"):
@@ -42,6 +43,17 @@ class Registry:
 
     def task_id(self, name: str) -> int:
         return self.get(name).task_id
+
+    def real_path(self, name: str) -> str:
+        return os.path.realpath(self.get(name).path)
+
+    def acquire(self, name: str, request: LlmRequest) -> int:
+        request.lora_task_id = self.task_id(name)
+        self.users.setdefault(request.request_id, name)
+        return request.lora_task_id
+
+    def release(self, request: LlmRequest) -> None:
+        self.users.pop(request.request_id, None)
 
 
 @pytest.fixture
@@ -152,3 +164,44 @@ def test_one_name_loaded_by_two_threads_at_once_is_registered_once() -> None:
     registry.other.join()
     assert len(infos) == 2
     assert infos[0] is infos[1]
+
+
+def test_the_number_of_an_unloaded_name_is_free(names: AdapterNames) -> None:
+    registry: Any = names._registry
+    names.resolve(LoRARequest("a", 1, "/a"))
+    del registry.infos["a"]
+    task = names.resolve(LoRARequest("b", 1, "/b"))
+    assert names.resolve("b") == task
+    with pytest.raises(InvalidArgumentError, match="lora_int_id 1 of adapter 'a'"):
+        names.resolve(LoRARequest("a", 1, "/a"))
+
+
+def test_an_unloaded_name_can_come_back_from_another_path(names: AdapterNames) -> None:
+    registry: Any = names._registry
+    names.load("a", "/a")
+    del registry.infos["a"]
+    assert names.load("a", "/b").path == "/b"
+    with pytest.raises(InvalidArgumentError, match="/b, not from /a"):
+        names.load("a", "/a")
+
+
+def test_requests_have_their_adapter_until_they_are_released(names: AdapterNames) -> None:
+    registry: Any = names._registry
+    task = names.load("a", "/a").task_id
+    requests = [LlmRequest(number) for number in range(4)]
+    for request, lora in zip(requests, ["a", LoRARequest("a"), None, "a"], strict=True):
+        names.acquire(lora, request)
+    assert [request.lora_task_id for request in requests] == [task, task, None, task]
+    assert registry.users == {0: "a", 1: "a", 3: "a"}
+    for _ in range(2):
+        names.release(requests[0])
+        assert registry.users == {1: "a", 3: "a"}
+    for _ in range(2):
+        names.release_all()
+        assert registry.users == {}
+
+
+def test_a_name_unloaded_between_resolving_and_acquiring_is_an_error(names: AdapterNames) -> None:
+    with pytest.raises(AdapterNotFoundError):
+        names.acquire("gone", LlmRequest(1))
+    names.release_all()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
 from pagedlora.paths import is_possible_path, to_path
-from pagedlora.requests import LoRARequest
+from pagedlora.requests import LlmRequest, LoRARequest
 
 
 class AdapterRegistry(Protocol):
@@ -20,8 +20,17 @@ class AdapterRegistry(Protocol):
     def get(self, name: str, /) -> Any:
         """`AdapterInfo` of a registered adapter; raises AdapterNotFoundError."""
 
+    def real_path(self, name: str, /) -> str:
+        """Its directory without links, at little cost; raises AdapterNotFoundError."""
+
     def task_id(self, name: str, /) -> int:
         """Its task alone, at little cost; raises AdapterNotFoundError."""
+
+    def acquire(self, name: str, request: Any, /) -> int:
+        """Gives the request the adapter's task, until it is released."""
+
+    def release(self, request: Any, /) -> None:
+        """Ends that; nothing happens if it is over."""
 
 
 class AdapterNames:
@@ -31,14 +40,14 @@ class AdapterNames:
     """
 
     def __init__(self, registry: AdapterRegistry) -> None:
-        """Starts without numbers and paths.
+        """Starts without numbers and requests.
 
         Args:
             registry: Knows which names are registered.
         """
         self._registry = registry
         self._name_by_int_id: dict[int, str] = {}
-        self._path_by_name: dict[str, str] = {}
+        self._acquired: dict[int, LlmRequest] = {}
         self._lock = threading.Lock()
 
     def load(self, name: str, path: str | os.PathLike[str]) -> Any:
@@ -59,7 +68,7 @@ class AdapterNames:
         with self._lock:
             if self._is_registered_from(name, source):
                 return self._registry.get(name)
-            return self._register(name, source)
+            return self._registry.register(name, source)
 
     def resolve(self, lora: LoRARequest | str | None) -> int | None:
         """The task that answers.
@@ -83,23 +92,46 @@ class AdapterNames:
         with self._lock:
             return self._resolve_request(lora)
 
+    def acquire(self, lora: LoRARequest | str | None, request: LlmRequest) -> None:
+        """Gives a request what `resolve` found, until it is released.
+
+        From then on the adapter's name is not unloaded, and what the request answers with does not
+        change.
+
+        Args:
+            lora: As in `resolve`.
+            request: Its `lora_task_id` is set.
+
+        Raises:
+            AdapterNotFoundError: The name was unloaded meanwhile.
+        """
+        if lora is None:
+            return
+        name = lora if isinstance(lora, str) else lora.lora_name
+        self._acquired[request.request_id] = request  # first: an interrupt cannot lose it
+        self._registry.acquire(name, request)
+
+    def release(self, request: LlmRequest) -> None:
+        """Gives the adapter back at the end of a request; idempotent."""
+        self._registry.release(request)
+        self._acquired.pop(request.request_id, None)
+
+    def release_all(self) -> None:
+        """Gives back what all requests have."""
+        for request in tuple(self._acquired.values()):
+            self.release(request)
+
     def _resolve_request(self, lora: LoRARequest) -> int:
         self._check_int_id(lora)
         name = lora.lora_name
         if lora.lora_path is not None:
             path = to_path(lora.lora_path, f"the path of adapter '{name:.80}'")
             if not self._is_registered_from(name, path):
-                self._register(name, path)
+                self._registry.register(name, path)
         task_id = self._registry.task_id(name)
         if lora.lora_int_id is not None:
             self._name_by_int_id[lora.lora_int_id] = name
         return task_id
-
-    def _register(self, name: str, path: str) -> Any:
-        """Registers a new name; returns its `AdapterInfo`."""
-        info = self._registry.register(name, path)
-        self._path_by_name[name] = _real_path(path)
-        return info
 
     def _is_registered_from(self, name: str, path: str) -> bool:
         """Whether the name is registered, from that path.
@@ -107,13 +139,10 @@ class AdapterNames:
         Raises:
             InvalidArgumentError: It is registered from another path.
         """
-        known = self._path_by_name.get(name)
-        if known is None:
-            try:
-                known = _real_path(self._registry.get(name).path)
-            except AdapterNotFoundError:
-                return False
-            self._path_by_name[name] = known
+        try:
+            known = self._registry.real_path(name)
+        except AdapterNotFoundError:
+            return False
         wanted = _real_path(path)
         if known != wanted:
             raise InvalidArgumentError(
@@ -122,11 +151,18 @@ class AdapterNames:
             )
         return True
 
+    def _is_registered(self, name: str) -> bool:
+        try:
+            self._registry.real_path(name)
+        except AdapterNotFoundError:
+            return False
+        return True
+
     def _check_int_id(self, lora: LoRARequest) -> None:
         if lora.lora_int_id is None:
             return
         other = self._name_by_int_id.get(lora.lora_int_id, lora.lora_name)
-        if other != lora.lora_name:
+        if other != lora.lora_name and self._is_registered(other):
             raise InvalidArgumentError(
                 f"lora_int_id {lora.lora_int_id} of adapter '{lora.lora_name}' is the number of "
                 f"adapter '{other}': give each name its own number, or none"

@@ -34,7 +34,7 @@ class LLM:
 
     Use as a context manager, or call `close()`: a live module is given back unchanged then, and
     must not be called by others before. `generate()` raises beside a running one, and `close()`
-    waits for it; `load_lora()` may be called at any time, from any thread. Ctrl-C ends
+    waits for it; adapters may be loaded and unloaded at any time, from any thread. Ctrl-C ends
     `generate()` and leaves the object usable. After `close()` all else raises.
     """
 
@@ -138,6 +138,19 @@ class LLM:
         info: AdapterInfo = self._open_parts().adapters.load(name, path)
         return info
 
+    def unload_lora(self, name: str, *, timeout_s: float = 30.0) -> None:
+        """Gives up an adapter's name, after the requests that use it have ended.
+
+        Args:
+            name: A registered adapter; requests of later calls do not find it any more.
+            timeout_s: Seconds to wait for a `generate()` of another thread, 0 or more.
+
+        Raises:
+            AdapterNotFoundError: No such name is registered.
+            AdapterInUseError: Requests use it still, `owners`; the name works again.
+        """
+        self.lora_manager.unload(name, timeout_s=timeout_s)
+
     def list_loras(self) -> list[AdapterInfo]:
         """The registered adapters."""
         return self.lora_manager.list()
@@ -205,6 +218,7 @@ class LLM:
         interrupted = PagedLoraError("generate() was interrupted")
         if core.has_unfinished:  # a second Ctrl-C cut the last call's clean-up short
             core.abort_all(interrupted)
+        parts.adapters.release_all()
         try:
             for prompt, params, lora in inputs:
                 request_id = next(self._request_ids)
@@ -212,15 +226,20 @@ class LLM:
                 token_ids: list[int] = []
                 try:
                     token_ids = processor.token_ids(prompt)
-                    core.add(processor.make_request(request_id, token_ids, params, lora))
+                    request = processor.make_request(request_id, token_ids, params, lora)
+                    parts.adapters.acquire(lora, request)
+                    core.add(request)
                 except PagedLoraError as error:
                     outputs[request_id] = RequestOutput(request_id, token_ids, [], error=error)
             while core.has_unfinished:
                 for ended in core.step():
                     outputs[ended.request_id] = processor.make_output(ended)
+                    parts.adapters.release(ended)
         except BaseException:
             core.abort_all(interrupted)
             raise
+        finally:
+            parts.adapters.release_all()
         return [outputs[request_id] for request_id in order]
 
     def _open_parts(self) -> EngineParts:

@@ -73,6 +73,7 @@ class RequestProcessor:
             prompt_token_ids=token_ids,
             max_tokens=max_tokens,
             sampling_params=with_seed(params),
+            keeps_adapter=True,
         )
 
     def make_output(self, request: LlmRequest) -> RequestOutput:

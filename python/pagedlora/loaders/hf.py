@@ -11,6 +11,7 @@ from pagedlora.errors import AdapterNotFoundError, UnsupportedAdapterError
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
 from pagedlora.loaders.rows import AdapterTensors, StoredTensor, make_rows, pair_tensors
+from pagedlora.loaders.source_file import SourceFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLE_NAME = "adapter_model.bin"
@@ -25,15 +26,23 @@ class PeftDirectory:
         config: What decides its answers.
         tensors: Its pairs of matrices.
         source: The weights file as it was when parsed.
+        file: The same, to be read from Python.
     """
 
     path: str
     config: PeftLoraConfig
     tensors: AdapterTensors
     source: _core.TensorSource
+    file: SourceFile
 
-    def plan(self, table: ModuleTable) -> _core.AdapterPlan:
+    def plan(
+        self, table: ModuleTable, source: _core.TensorSource | None = None
+    ) -> _core.AdapterPlan:
         """What to read for a model.
+
+        Args:
+            table: The model's modules.
+            source: Read instead of the weights file; None: the file.
 
         Raises:
             AdapterFormatError: The adapter does not fit the model.
@@ -42,7 +51,7 @@ class PeftDirectory:
         rows = make_rows(
             self.tensors, table, self.config.scale, os.path.join(self.path, WEIGHTS_NAME)
         )
-        return _core.AdapterPlan(table.config, rows, self.source)
+        return _core.AdapterPlan(table.config, rows, source or self.source)
 
 
 def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
@@ -65,12 +74,14 @@ def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
     if not path.exists():
         _refuse_missing_weights(Path(directory))
     source = _core.open_file_source(str(path))
+    # Between two looks of the core, which compares what it sees: so it is the core's file.
+    file = SourceFile.of(str(path))
     stored = [
         StoredTensor(header.name, header.dtype, header.shape, header.offset)
         for header in _core.read_safetensors_header(source)
     ]
     tensors = pair_tensors(stored, config, str(path))
-    return PeftDirectory(os.fspath(directory), config, tensors, source)
+    return PeftDirectory(os.fspath(directory), config, tensors, source, file)
 
 
 def _refuse_missing_weights(directory: Path) -> None:

@@ -101,6 +101,11 @@ def pair_tensors(
     return AdapterTensors(pairs, num_tensors)
 
 
+def canonical_name(name: str) -> str:
+    """A tensor's name without PEFT's prefix, which files have or have not."""
+    return name.removeprefix(_PEFT_PREFIX)
+
+
 def make_rows(
     adapter: AdapterTensors, table: ModuleTable, scale: float, path: str
 ) -> list[_core.PlannedRow]:
@@ -138,7 +143,7 @@ def check_rank(rank: int, max_lora_rank: int, path: str) -> None:
 
 def _parse_name(tensor: StoredTensor, path: str) -> tuple[str, str]:
     """Module and matrix ("A" or "B") of a tensor."""
-    module, _, suffix = tensor.name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
+    module, _, suffix = canonical_name(tensor.name).rpartition(".lora_")
     matrix = _MATRIX_OF_SUFFIX.get(suffix)
     if matrix is None or not module:
         raise UnsupportedAdapterError(

@@ -1,0 +1,87 @@
+"""What can be said about an adapter: of a registered one, and of its files alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """What an adapter's files say, without a model.
+
+    Attributes:
+        path: Its directory.
+        ranks: Module name to rank.
+        scales: Module name to the factor of B A x.
+        num_tensors: Tensors used; always all of the file's.
+        dtypes: Types of the stored tensors.
+        parameters: Numbers in the tensors.
+        bytes_on_disk: Size of the weights file.
+    """
+
+    path: str
+    ranks: dict[str, int]
+    scales: dict[str, float]
+    num_tensors: int
+    dtypes: list[str]
+    parameters: int
+    bytes_on_disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A registered adapter, or a retired generation of one, as it is now.
+
+    Attributes:
+        name: How requests name it; of a retired generation the last name that stood for it.
+        path: Where it was registered from.
+        task_id: Its task in the caches.
+        generation: Digest of its content, in hexadecimal; None until the content was read.
+        ranks: Module name to rank.
+        scales: Module name to the factor of B A x.
+        num_pages: Pages it takes in either tier.
+        bytes: Those pages in bytes.
+        tiers: The tiers that hold it now: "host", "device".
+        pinned: Whether a pin of this name keeps it in the host tier.
+        owners: Ids of the requests that use it, active and paused: those acquired for this name,
+            on whatever generation, and if no other name shares its task, those that own the task
+            without having been acquired.
+    """
+
+    name: str
+    path: str
+    task_id: int
+    generation: str | None
+    ranks: dict[str, int]
+    scales: dict[str, float]
+    num_pages: int
+    bytes: int
+    tiers: tuple[str, ...]
+    pinned: bool
+    owners: frozenset[int]
+
+
+def probe_adapter(path: str | os.PathLike[str]) -> AdapterReport:
+    """What an adapter's files say; checks everything that needs no model.
+
+    Raises:
+        PagedLoraError: As `LoraManager.register`, but for what depends on a model.
+    """
+    return _report(open_peft_directory(path))
+
+
+def _report(adapter: PeftDirectory) -> AdapterReport:
+    modules = adapter.tensors.modules
+    tensors = [tensor for pair in modules.values() for tensor in pair]
+    return AdapterReport(
+        path=adapter.path,
+        ranks={name: pair.rank for name, pair in modules.items()},
+        scales=dict.fromkeys(modules, adapter.config.scale),
+        num_tensors=adapter.tensors.num_tensors,
+        dtypes=sorted({tensor.dtype for tensor in tensors}),
+        parameters=sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors),
+        bytes_on_disk=adapter.source.size_bytes,
+    )

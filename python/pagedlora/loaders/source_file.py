@@ -1,0 +1,121 @@
+"""A weights file on disk, read in pieces and checked to be the one that was registered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pagedlora.errors import (
+    AdapterNotFoundError,
+    AdapterReadError,
+    AdapterSourceChangedError,
+    PagedLoraError,
+)
+
+CHUNK_BYTES = 1 << 20
+"""What is in memory of a file at a time."""
+
+
+class FileIdentity(NamedTuple):
+    """What tells one state of a file from another without reading it; times in nanoseconds."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class SourceFile(NamedTuple):
+    """A file and what it was when it was registered. Immutable."""
+
+    path: str
+    identity: FileIdentity
+
+    @classmethod
+    def of(cls, path: str) -> SourceFile:
+        """The file as it is now.
+
+        Raises:
+            AdapterNotFoundError: There is none.
+            AdapterReadError: The system does not say.
+        """
+        with _system_errors(path):
+            return cls(path, _identity(os.stat(path)))
+
+    def is_unchanged(self) -> bool:
+        """Whether the file is still there as it was; reads nothing."""
+        try:
+            return _identity(os.stat(self.path)) == self.identity
+        except OSError:
+            return False
+
+    @contextmanager
+    def open(self) -> Iterator[Callable[[int, int], Iterator[memoryview]]]:
+        """Opens the file, if it is the registered one, and checks at the end that it still is.
+
+        Yields:
+            A function of an offset and a size in bytes that gives the bytes between, in pieces of
+            `CHUNK_BYTES` at most. A piece is valid until the next one is asked for.
+
+        Raises:
+            AdapterNotFoundError: The file is gone.
+            AdapterReadError: The system will not read it.
+            AdapterSourceChangedError: It is another file, or was written to, before or meanwhile.
+        """
+        with _system_errors(self.path):
+            self._check(os.stat(self.path))  # first, so that nothing but a file is opened
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+            descriptor = os.open(self.path, flags)
+            try:
+                self._check(os.fstat(descriptor))
+                yield lambda offset, size: self._chunks(descriptor, offset, size)
+                self._check(os.fstat(descriptor))
+            finally:
+                os.close(descriptor)
+
+    def _chunks(self, descriptor: int, offset: int, size: int) -> Iterator[memoryview]:
+        buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
+        end = offset + size
+        while offset < end:
+            count = os.preadv(descriptor, [buffer[: end - offset]], offset)
+            if count == 0:
+                raise self._changed(f"it ends at {offset} of {self.identity.size_bytes} bytes")
+            yield buffer[:count]
+            offset += count
+
+    def _check(self, status: os.stat_result) -> None:
+        now = _identity(status)
+        if now != self.identity:
+            field = next(f for f in now._fields if getattr(now, f) != getattr(self.identity, f))
+            before, after = getattr(self.identity, field), getattr(now, field)
+            raise self._changed(f"its {field} was {before} and is {after}")
+
+    def _changed(self, difference: str) -> AdapterSourceChangedError:
+        return AdapterSourceChangedError(
+            f"'{self.path}' changed after it was registered: {difference}; reload the adapter",
+            path=self.path,
+        )
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(
+        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    )
+
+
+@contextmanager
+def _system_errors(path: str) -> Iterator[None]:
+    """Turns the system's errors into this package's."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise AdapterNotFoundError(f"there is no file '{path}'", name=path) from None
+    except PagedLoraError:
+        raise  # some are OSErrors themselves
+    except OSError as error:
+        raise AdapterReadError(
+            f"'{path}' cannot be read: {error.strerror}", path=path, errno=error.errno
+        ) from error

@@ -1,0 +1,148 @@
+"""Reading contents, and letting names stand for other ones."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from pagedlora.errors import AdapterInUseError, GenerationConflictError, PagedLoraError
+from pagedlora.registry.content import AdapterContent, parse_adapter
+from pagedlora.registry.deadline import Deadline
+from pagedlora.registry.generations import MAX_RETIRED, Generation
+from pagedlora.registry.names import NameEntry
+from pagedlora.registry.parts import RegistryParts
+
+
+class Reloader:
+    """What a `LoraManager` does when it knows a content. Thread-safe; callers hold no lock."""
+
+    def __init__(self, parts: RegistryParts) -> None:
+        self._table = parts.table
+        self._lock = parts.lock
+        self._generations = parts.generations
+        self._names = parts.names
+        self._pins = parts.pins
+
+    def identify(self, entry: NameEntry, deadline: Deadline) -> str:
+        """Reads the content of a name, if it is not known, and shares it with names of the same.
+
+        A name whose content another generation has stands for that one from now on, unless the
+        name is pinned already. Requests that use its own generation stay there until they end.
+
+        Returns:
+            The digest.
+
+        Raises:
+            AdapterNotFoundError: The name is not registered any more, or its file is gone.
+            PagedLoraError: The content cannot be read.
+        """
+        with self._lock:
+            generation = entry.generation
+            digest = generation.digest
+            if digest is not None and self._generations.find(digest) is generation:
+                return digest
+        if digest is None:
+            digest = generation.content.digest(self._table, deadline)
+        first = self._find(digest)
+        is_usable = first is not None and first.can_replace(generation.content)
+        with self._lock:
+            self._names.check_current(entry)
+            if entry.generation is not generation:  # reloaded meanwhile: it is known then
+                return entry.generation.digest or digest
+            current = self._generations.find(digest)
+            if current is None or (current is first and not is_usable):
+                self._generations.set_digest(generation, digest, replace=True)
+            elif current is first and current is not generation:
+                self._generations.set_digest(generation, digest)
+                self._share(entry, current)
+            else:  # its own, or another one that came meanwhile: shared when it is asked for again
+                self._generations.set_digest(generation, digest)
+            return digest
+
+    def reload(self, entry: NameEntry, path: str, expected: str | None) -> None:
+        """As `LoraManager.reload`."""
+        content, plan, sources = parse_adapter(path, self._table)
+        digest = content.digest(self._table, Deadline(None))
+        # A source that was overwritten in place cannot be read any more: it is other content.
+        with suppress(PagedLoraError):
+            self.identify(entry, Deadline(None))
+        first = self._find(digest)
+        is_usable = first is not None and first.can_replace(content)
+        with self._lock:
+            target = self._generations.find(digest)
+            is_usable = is_usable and target is first
+            self._check(entry, expected, is_usable and entry.generation is target)
+            if target is None or not is_usable:
+                target = self._generations.add(content, plan, sources)
+                target.digest = digest
+            target.holds += 1
+        try:
+            while not self._try_commit(entry, content, target, digest, expected):
+                self._pins.bring_in(target, Deadline(None))
+        finally:
+            with self._lock:
+                self._pins.give_back(target)
+                self._generations.discard(target)
+
+    def _try_commit(
+        self,
+        entry: NameEntry,
+        content: AdapterContent,
+        target: Generation,
+        digest: str,
+        expected: str | None,
+    ) -> bool:
+        """Lets the name stand for `target`; False if that must be pinned first."""
+        with self._lock:
+            self._check(entry, expected, entry.generation is target)
+            if entry.generation is not target:
+                if entry.pins and not target.is_pinned:
+                    return False
+                old = entry.generation
+                self._generations.set_digest(target, digest, replace=target.content is content)
+                old.holds += 1  # so that it is not forgotten before its requests have moved
+                self._names.point(entry, target)
+                self._names.move_waiting(entry, old)
+                self._pins.give_back(old)
+                self._generations.discard(old)
+            target.add_source(content)
+            entry.path, entry.real_path = content.path, content.real_path
+            return True
+
+    def _check(self, entry: NameEntry, expected: str | None, stays: bool) -> None:
+        """Raises if the name may not get, or keep, a generation; the caller holds the lock."""
+        self._names.check_current(entry)
+        actual = entry.generation.digest
+        if expected is not None and expected != actual:
+            raise GenerationConflictError(
+                f"adapter '{entry.name}' is of generation {actual}, not {expected}: somebody else "
+                "reloaded it, or its content was never read",
+                name=entry.name,
+                expected=expected,
+                actual=actual,
+            )
+        if stays:
+            return
+        self._generations.collect()
+        retired = self._generations.retired
+        if len(retired) >= MAX_RETIRED:
+            owners = frozenset(request for g in retired for request in g.uses)
+            raise AdapterInUseError(
+                f"adapter '{entry.name}' cannot be reloaded: {len(retired)} generations are "
+                "retired and their requests have not ended; wait for them",
+                task_id=retired[0].task_id,
+                num_owners=len(owners),
+                owners=owners,
+            )
+
+    def _share(self, entry: NameEntry, generation: Generation) -> None:
+        """Lets a name that has no pins stand for the generation that has its content already."""
+        own = entry.generation
+        is_used = any(self._generations.is_live_use(use) for use in own.uses.values())
+        is_full = len(self._generations.retired) >= MAX_RETIRED
+        if entry.pins == 0 and not (is_used and is_full):
+            generation.add_source(own.content)
+            self._names.point(entry, generation)
+
+    def _find(self, digest: str) -> Generation | None:
+        with self._lock:
+            return self._generations.find(digest)
