@@ -83,7 +83,11 @@ def build_parts(
             max_num_tokens=scheduler_config.max_num_tokens,
             enable_chunked_prefill=scheduler_config.enable_chunked_prefill,
         )
-        manager = LoraManager(cache.model_config, cache)
+        manager = LoraManager(
+            cache.model_config,
+            cache,
+            base_model_id=str(getattr(loaded.model.config, "name_or_path", "")),
+        )
         adapters = AdapterNames(manager)
         return EngineParts(
             loaded=loaded,
