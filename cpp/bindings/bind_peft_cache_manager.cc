@@ -2,8 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <functional>
 #include <map>
 #include <memory>
@@ -49,8 +51,15 @@ PyOwners to_python(const std::unordered_map<TaskId, std::set<RequestId>>& tasks)
   return owners;
 }
 
+// Infinity and the like become three decades, which no clock's sum overflows with.
 Clock::Time to_time(double seconds) {
-  return std::chrono::duration_cast<Clock::Time>(std::chrono::duration<double>(seconds));
+  constexpr double kLongest = 1e9;
+  if (std::isnan(seconds) || seconds < 0) {
+    throw InvalidArgumentError("a time of " + std::to_string(seconds) +
+                               " s is none: give 0 or more seconds");
+  }
+  return std::chrono::duration_cast<Clock::Time>(
+      std::chrono::duration<double>(std::min(seconds, kLongest)));
 }
 
 std::shared_ptr<PeftCacheManager> make_manager(

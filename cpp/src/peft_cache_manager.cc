@@ -112,7 +112,7 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
     owners_.check_add(request, task);
     return;
   }
-  TaskRecord& record = admit_record(request, task, weights);
+  TaskRecord& record = admit_record(request, task, weights, started);
   LoraCache::Entry* on_host = host_.find(task);
   if (on_host != nullptr) {
     ++stats_.host.hits;
@@ -154,8 +154,7 @@ void PeftCacheManager::mark_request_done(RequestId request, bool pause) {
     ++iteration_.tasks_released_host;
     host_.unpin(*on_host);  // owners keep it there
   }
-  update_class(released->task, records_.at(released->task), on_host,
-               device_.find(released->task));
+  update_class(released->task, records_.at(released->task), on_host, device_.find(released->task));
 }
 
 void PeftCacheManager::update_class(TaskId task) {
@@ -193,7 +192,8 @@ void PeftCacheManager::update_class(TaskId task, const TaskRecord& record,
 // Which record a request is about to own; everything that can be refused without a load is refused
 // here.
 PeftCacheManager::TaskRecord& PeftCacheManager::admit_record(RequestId request, TaskId task,
-                                                             const CarriedWeights* weights) {
+                                                             const CarriedWeights* weights,
+                                                             bool started) {
   owners_.check_add(request, task);
   const auto found = records_.find(task);
   if (weights == nullptr) {
@@ -206,11 +206,11 @@ PeftCacheManager::TaskRecord& PeftCacheManager::admit_record(RequestId request, 
     throw RequestConflictError("task " + std::to_string(task.value) +
                                " is a registered adapter; a request cannot bring weights for it");
   }
-  admit_carried(task, *weights);
+  admit_carried(task, *weights, started);
   return require_record(task);
 }
 
-void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights) {
+void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights, bool started) {
   if (weights.digest.empty()) {
     throw InvalidArgumentError("weights that a request carries need a digest");
   }
@@ -218,30 +218,41 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights)
   TaskRecord record;
   record.plan = weights.plan->without_source();
   record.digest = weights.digest;
-  check_fits_some_day(record);
   const auto found = records_.find(task);
   // The shapes are compared as well, so that a digest of too little cannot misplace anything.
-  if (found != records_.end() && (found->second.digest != weights.digest ||
-                                  found->second.plan->row_shapes() != record.plan->row_shapes())) {
-    const LoraCache::Entry* on_device = device_.find(task);
-    if (owners_.has_any(task) || found->second.user_pins != 0 ||
-        (on_device != nullptr && on_device->pins != 0)) {
-      throw RequestConflictError("task " + std::to_string(task.value) +
-                                 " is in use with other weights; use another task id for these");
-    }
-    // The old copy counts as evictable: if the new one cannot follow it, it stays.
-    if (const auto shortage = host_.shortage(layout_of(record)->num_pages())) {
-      host_.refuse(*shortage);
-    }
-    for (const Tier tier : {Tier::host, Tier::device}) {
-      if (cache_of(tier).find(task) != nullptr) {
-        give_up_copy(tier, task);
-      }
-    }
-    std::erase(window_, task);
-    records_.erase(task);
+  if (found != records_.end() && found->second.digest == weights.digest &&
+      found->second.plan->row_shapes() == record.plan->row_shapes()) {
+    return;
   }
+  check_fits_some_day(record);
+  const std::size_t pages = layout_of(record)->num_pages();
+  if (found != records_.end()) {
+    replace_carried(task, found->second, pages, started);
+  }
+  largest_pages_ = std::max(largest_pages_, pages);
   records_.try_emplace(task, std::move(record));
+}
+
+// Forgets the old weights under a task id, if nobody uses them and the new ones can follow.
+void PeftCacheManager::replace_carried(TaskId task, const TaskRecord& old, std::size_t pages,
+                                       bool started) {
+  const LoraCache::Entry* on_device = device_.find(task);
+  if (owners_.has_any(task) || old.user_pins != 0 ||
+      (on_device != nullptr && on_device->pins != 0)) {
+    throw RequestConflictError("task " + std::to_string(task.value) +
+                               " is in use with other weights; use another task id for these");
+  }
+  // The old copy counts as evictable.
+  if (const auto shortage = host_shortage(pages, started)) {
+    host_.refuse(*shortage);
+  }
+  for (const Tier tier : {Tier::host, Tier::device}) {
+    if (cache_of(tier).find(task) != nullptr) {
+      give_up_copy(tier, task);
+    }
+  }
+  std::erase(window_, task);
+  records_.erase(task);
 }
 
 void PeftCacheManager::check_plan(const AdapterPlan& plan) const {

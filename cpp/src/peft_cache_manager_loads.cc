@@ -66,6 +66,7 @@ void PeftCacheManager::note_eviction(Tier tier, TaskId task) {
   } else {
     job->stop();
   }
+  board_->changed.notify_all();  // somebody may wait for it
 }
 
 // Before its host copy is given up: a device copy that was to be made with it, or of it, cannot be.
@@ -98,45 +99,56 @@ void PeftCacheManager::give_up_copy(Tier tier, TaskId task) {
 }
 
 void PeftCacheManager::make_room_on_host(std::size_t pages, bool started) {
-  const std::optional<Shortage> shortage = host_.shortage(pages);
-  if (shortage && started) {
-    revoke_owners(*shortage);
+  if (const std::optional<Shortage> shortage = host_shortage(pages, started)) {
+    host_.refuse(*shortage);
+  }
+  if (const std::optional<Shortage> shortage = host_.shortage(pages)) {
+    revoke_owners(shortage->needed_pages - shortage->free_pages - shortage->evictable_pages);
   }
   make_room(Tier::host, pages);
 }
 
-// Takes their tasks from owners that have not started, the latest first, until the shortage can be
-// met; or changes nothing and throws LoraCacheFullError.
-void PeftCacheManager::revoke_owners(const Shortage& shortage) {
-  struct Candidate {
-    std::uint64_t owned_since;
-    TaskId task;
-    std::size_t pages;
-  };
-  std::vector<Candidate> candidates;
-  Shortage best = shortage;
+// Why a request cannot have so many host pages now, even if others give up what can be taken from
+// them.
+std::optional<Shortage> PeftCacheManager::host_shortage(std::size_t pages, bool started) const {
+  std::optional<Shortage> shortage = host_.shortage(pages);
+  if (shortage && started) {
+    for (const Revocable& revocable : revocable_tasks()) {
+      shortage->evictable_pages += revocable.pages;
+    }
+    if (pages <= shortage->free_pages + shortage->evictable_pages) {
+      shortage.reset();
+    }
+  }
+  return shortage;
+}
+
+// Tasks that can be taken from their owners, of whom none has started.
+std::vector<PeftCacheManager::Revocable> PeftCacheManager::revocable_tasks() const {
+  std::vector<Revocable> revocable;
   for (const auto& [task, sets] : owners_.by_task()) {
     const TaskRecord& record = records_.at(task);
     const LoraCache::Entry* on_device = device_.find(task);
     const bool is_leased = on_device != nullptr && on_device->pins != 0;
     if (sets.is_revocable() && record.user_pins == 0 && !is_leased) {
-      candidates.push_back({sets.owned_since, task, record.layout->num_pages()});
-      best.evictable_pages += candidates.back().pages;
+      revocable.push_back({sets.owned_since, task, record.layout->num_pages()});
     }
   }
-  if (best.free_pages + best.evictable_pages < best.needed_pages) {
-    host_.refuse(best);
-  }
-  std::ranges::sort(candidates, std::greater<>(), &Candidate::owned_since);
-  std::size_t missing = shortage.needed_pages - shortage.free_pages - shortage.evictable_pages;
-  for (const Candidate& candidate : candidates) {
-    if (missing == 0) {
+  return revocable;
+}
+
+// The latest owners first, until so many pages more can be evicted.
+void PeftCacheManager::revoke_owners(std::size_t missing_pages) {
+  std::vector<Revocable> revocable = revocable_tasks();
+  std::ranges::sort(revocable, std::greater<>(), &Revocable::owned_since);
+  for (const Revocable& next : revocable) {
+    if (missing_pages == 0) {
       break;
     }
-    missing -= std::min(missing, candidate.pages);
-    owners_.revoke(candidate.task);
-    host_.unpin(candidate.task);
-    update_class(candidate.task);
+    missing_pages -= std::min(missing_pages, next.pages);
+    owners_.revoke(next.task);
+    host_.unpin(next.task);
+    update_class(next.task);
   }
 }
 
@@ -228,7 +240,7 @@ void PeftCacheManager::start_device_fill(TaskId task, TaskRecord& record) {
   } else if (const auto load = std::dynamic_pointer_cast<SourceLoad>(record.host_job);
              load != nullptr && device_.pool().device()->is_host_memory() &&
              load->add_device(target)) {
-    device_.add_page_use(task, load);
+    device_.add_page_use(task, load->device_use());
     record.device_job = load;
     record.device_waits.clear();
   }
@@ -390,9 +402,13 @@ std::vector<RequestId> PeftCacheManager::poll(Clock::Time timeout, const Agree& 
   return take_newly_failed();
 }
 
-// In an order that does not tell which load ended first.
+// In an order that does not tell which load ended first, without those that are done by now.
 std::vector<RequestId> PeftCacheManager::take_newly_failed() {
+  std::erase_if(newly_failed_,
+                [this](RequestId request) { return owners_.failure_of(request) == nullptr; });
   std::ranges::sort(newly_failed_);
+  const auto repeated = std::ranges::unique(newly_failed_);
+  newly_failed_.erase(repeated.begin(), repeated.end());
   return std::exchange(newly_failed_, {});
 }
 

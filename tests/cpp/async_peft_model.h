@@ -99,7 +99,7 @@ class AsyncPeftModel {
     if (failed.contains(request)) {
       return Outcome::ok;
     }
-    if (const Outcome refused = admit(task, weights); refused != Outcome::ok) {
+    if (const Outcome refused = admit(task, weights, started); refused != Outcome::ok) {
       return refused;
     }
     const Outcome outcome = bring_into_host(task, weights.has_value(), started);
@@ -425,7 +425,7 @@ class AsyncPeftModel {
     return pages <= room;
   }
 
-  Outcome admit(TaskId task, const std::optional<Task>& weights) {
+  Outcome admit(TaskId task, const std::optional<Task>& weights, bool started) {
     const auto found = tasks.find(task);
     if (found == tasks.end() && !weights) {
       return Outcome::not_cached;
@@ -434,14 +434,18 @@ class AsyncPeftModel {
       if (found != tasks.end() && found->second.is_registered()) {
         return Outcome::conflict;
       }
+      if (found != tasks.end() && found->second.version == weights->version) {
+        return Outcome::ok;
+      }
       if (!fits_some_day(*weights)) {
         return Outcome::too_large;
       }
-      if (found != tasks.end() && found->second.version != weights->version) {
+      if (found != tasks.end()) {
         if (is_owned(task) || found->second.user_pins != 0 || is_leased(task)) {
           return Outcome::conflict;
         }
-        if (weights->pages > free_pages(pagedlora::Tier::host) + evictable(pagedlora::Tier::host)) {
+        if (weights->pages > free_pages(pagedlora::Tier::host) + evictable(pagedlora::Tier::host) +
+                                 (started ? revocable_pages() : 0)) {
           return Outcome::full;
         }
         for (const pagedlora::Tier tier : {pagedlora::Tier::host, pagedlora::Tier::device}) {
@@ -452,9 +456,10 @@ class AsyncPeftModel {
         std::erase(window_, task);
         tasks.erase(task);
       }
+      largest = std::max(largest, weights->pages);
       tasks.try_emplace(task, *weights);
     }
-    return fits_some_day(tasks.at(task)) ? Outcome::ok : Outcome::too_large;
+    return host.contains(task) || fits_some_day(tasks.at(task)) ? Outcome::ok : Outcome::too_large;
   }
 
   Outcome bring_into_host(TaskId task, bool with_weights, bool started) {
@@ -477,22 +482,33 @@ class AsyncPeftModel {
     return Outcome::ok;
   }
 
-  // Takes tasks from owners that have not started, the latest first; false if that is not enough.
-  bool revoke(std::size_t missing) {
+  // Tasks that can be taken from their owners, by when they got the first of them.
+  std::vector<std::pair<std::uint64_t, TaskId>> revocable() const {
     std::vector<std::pair<std::uint64_t, TaskId>> candidates;
-    std::size_t pages = 0;
     for (const auto& [task, since] : owned_since_) {
       const bool keeps = std::ranges::any_of(lives, [&, id = task](const auto& item) {
         return item.second.task == id && (item.second.has_started || item.second.is_paused);
       });
       if (!keeps && tasks.at(task).user_pins == 0 && !is_leased(task)) {
         candidates.emplace_back(since, task);
-        pages += tasks.at(task).pages;
       }
     }
-    if (pages < missing) {
+    return candidates;
+  }
+  std::size_t revocable_pages() const {
+    std::size_t pages = 0;
+    for (const auto& [since, task] : revocable()) {
+      pages += tasks.at(task).pages;
+    }
+    return pages;
+  }
+
+  // Takes tasks from owners that have not started, the latest first; false if that is not enough.
+  bool revoke(std::size_t missing) {
+    if (revocable_pages() < missing) {
       return false;
     }
+    std::vector<std::pair<std::uint64_t, TaskId>> candidates = revocable();
     std::ranges::sort(candidates, std::greater<>());
     for (const auto& [since, task] : candidates) {
       if (missing == 0) {

@@ -214,7 +214,11 @@ class Machine {
       visits_.failed_loads += outcome.loaded ? 0 : 1;
       model_.apply(outcome.task, outcome.tier, outcome.loaded);
     }
+    std::erase_if(model_.newly_failed,
+                  [&](RequestId request) { return !model_.failed.contains(request); });
     std::ranges::sort(model_.newly_failed);
+    const auto repeated = std::ranges::unique(model_.newly_failed);
+    model_.newly_failed.erase(repeated.begin(), repeated.end());
     ASSERT_EQ(failed, std::exchange(model_.newly_failed, {})) << "C1: told once";
   }
 

@@ -161,18 +161,25 @@ class PeftInjectionTest : public PeftTest {
     done({1, 2, 6});
   }
 
-  // Into the host tier, then, under what the closed leases left behind, into the device tier.
+  // Into the host tier, then, under what the closed leases left behind, into the device tier. Before
+  // those copies can begin, others take the host pages that they read.
   void prefetch_two(TaskId near, TaskId far) {
     const std::vector window{near, far};
     claim([&] { manager_->prefetch(window); });
     settle();
-    now_.device->hold_reads();
+    if (!now_.variant.has_fillers) {
+      now_.device->hold_reads();
+    }
     while (!now_.leases.empty()) {
       close_oldest_lease();
     }
     claim([&] { manager_->prefetch(window); });
+    add(14, now_.tasks[5]);
+    add(15, now_.tasks[4]);
+    EXPECT_FALSE(on_host(near) || on_host(far));
     now_.device->finish_reads();
     settle();
+    done({14, 15});
     add(7, far);
     add(8, near);
     batch({8, 7});

@@ -246,13 +246,20 @@ class PeftCacheManager {
     bool is_claimed;  // by this batch: absent before
     bool is_pinned;   // and not yet by a lease
   };
+  struct Revocable {
+    std::uint64_t owned_since;
+    TaskId task;
+    std::size_t pages;
+  };
   using Lock = std::unique_lock<std::mutex>;
 
   // Records and owners (peft_cache_manager.cc)
   TaskRecord& require_record(TaskId task);
   const TaskRecord& require_record(TaskId task) const;
-  TaskRecord& admit_record(RequestId request, TaskId task, const CarriedWeights* weights);
-  void admit_carried(TaskId task, const CarriedWeights& weights);
+  TaskRecord& admit_record(RequestId request, TaskId task, const CarriedWeights* weights,
+                           bool started);
+  void admit_carried(TaskId task, const CarriedWeights& weights, bool started);
+  void replace_carried(TaskId task, const TaskRecord& old, std::size_t pages, bool started);
   std::shared_ptr<const Layout> layout_of(TaskRecord& record);
   void check_fits_some_day(TaskRecord& record);
   void check_plan(const AdapterPlan& plan) const;
@@ -265,7 +272,9 @@ class PeftCacheManager {
   // Pages and loads (peft_cache_manager_loads.cc)
   void make_room(Tier tier, std::size_t pages);
   void make_room_on_host(std::size_t pages, bool started);
-  void revoke_owners(const Shortage& shortage);
+  std::optional<Shortage> host_shortage(std::size_t pages, bool started) const;
+  std::vector<Revocable> revocable_tasks() const;
+  void revoke_owners(std::size_t missing_pages);
   void give_up_copy(Tier tier, TaskId task);
   void note_eviction(Tier tier, TaskId task);
   void fail_dependent_device_copy(TaskId task, const std::exception_ptr& error);

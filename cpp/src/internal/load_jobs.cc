@@ -40,6 +40,8 @@ bool SourceLoad::add_device(const FillTarget& device) {
   if (in_use || too_late || is_stopped() || device_ != nullptr) {
     return false;
   }
+  device_use_ = std::make_shared<DeviceUse>();
+  device_use_->load = std::static_pointer_cast<const SourceLoad>(shared_from_this());
   device_ = device.pages;
   chunks_skipped_ = chunks_written_;
   return true;
@@ -48,6 +50,9 @@ bool SourceLoad::add_device(const FillTarget& device) {
 void SourceLoad::drop_device() noexcept {
   const std::scoped_lock lock(write_mutex_);
   device_.reset();
+  if (device_use_ != nullptr) {
+    device_use_->is_dropped = true;
+  }
 }
 
 void SourceLoad::stop() noexcept {

@@ -68,6 +68,9 @@ class SourceLoad final : public FillJob, private ScatterTargets {
   bool add_device(const FillTarget& device);
   void drop_device() noexcept;  // nothing is written there any more
 
+  // The load's use of the device's pages, which ends when they are dropped. Once they were added.
+  std::shared_ptr<const PageUse> device_use() const { return device_use_; }
+
   void run(std::span<std::byte> scratch) override;
   void stop() noexcept override;
   bool is_over() const override { return Job::is_over() || is_stopped(); }
@@ -78,6 +81,16 @@ class SourceLoad final : public FillJob, private ScatterTargets {
   std::size_t payload_bytes() const { return what_.layout->payload_bytes(); }
 
  private:
+  // Of the device's pages; over, at the latest, with the load.
+  struct DeviceUse final : PageUse {
+    bool is_over() const override {
+      const std::shared_ptr<const SourceLoad> whole = load.lock();
+      return is_dropped || whole == nullptr || whole->is_over();
+    }
+    std::weak_ptr<const SourceLoad> load;
+    std::atomic<bool> is_dropped{false};
+  };
+
   Access open() override;
   void fill_skipped_chunks(const ScatterPlan& scatter, SourceReader& reader,
                            std::span<std::byte> scratch);
@@ -90,6 +103,7 @@ class SourceLoad final : public FillJob, private ScatterTargets {
 
   std::mutex write_mutex_;  // guards what follows; taken after the board's lock, or alone
   std::shared_ptr<const OwnTaskPages> device_;
+  std::shared_ptr<DeviceUse> device_use_;
   std::size_t chunks_written_ = 0;
   std::size_t chunks_skipped_ = 0;  // of the device's pages
   bool only_device_ = false;
