@@ -84,7 +84,8 @@ class Fleet {
     const auto source = make_memory_source(bytes_, nullptr, "zeros");
     const auto plan = std::make_shared<const AdapterPlan>(
         *config_,
-        std::vector{PlannedRow{ModuleIndex{0}, 8, {0, Dtype::float32}, {256, Dtype::float32}, 1.0F}},
+        std::vector{
+            PlannedRow{ModuleIndex{0}, 8, {0, Dtype::float32}, {256, Dtype::float32}, 1.0F}},
         source);
     for (std::size_t i = 0; i < num_tasks; ++i) {
       tasks_.push_back(manager_->register_task(plan));
@@ -162,9 +163,10 @@ void bench_touch_done(std::size_t num_tasks, int rounds) {
     }));
     ratios.push_back(theirs.back() / ours.back());
   }
-  std::printf("{\"benchmark\": \"touch_done\", \"tasks\": %zu, \"ns\": %.0f, \"reference_ns\": %.0f, "
-              "\"ratio\": %.2f}\n",
-              num_tasks, median(ours), median(theirs), median(ratios));
+  std::printf(
+      "{\"benchmark\": \"touch_done\", \"tasks\": %zu, \"ns\": %.0f, \"reference_ns\": %.0f, "
+      "\"ratio\": %.2f}\n",
+      num_tasks, median(ours), median(theirs), median(ratios));
 }
 
 // Half of the tasks fit the host tier; each call brings one in that was evicted longest ago.
@@ -204,16 +206,16 @@ void bench_ensure_batch(int rounds) {
   std::size_t allocated = 0;
   for (int round = 0; round < rounds; ++round) {
     const std::size_t before = allocations;
-    times.push_back(time_per_call(500, [&](std::size_t /*i*/) {
-      fleet.manager().ensure_batch(batch)->close();
-    }));
+    times.push_back(time_per_call(
+        500, [&](std::size_t /*i*/) { fleet.manager().ensure_batch(batch)->close(); }));
     allocated += allocations - before;
   }
   // The vector of times may grow beside it.
-  std::printf("{\"benchmark\": \"ensure_batch\", \"requests\": %zu, \"ns\": %.0f, "
-              "\"allocations_per_call\": %.3f}\n",
-              kRequests, median(times),
-              static_cast<double>(allocated) / (500.0 * static_cast<double>(rounds)));
+  std::printf(
+      "{\"benchmark\": \"ensure_batch\", \"requests\": %zu, \"ns\": %.0f, "
+      "\"allocations_per_call\": %.3f}\n",
+      kRequests, median(times),
+      static_cast<double>(allocated) / (500.0 * static_cast<double>(rounds)));
 }
 
 }  // namespace

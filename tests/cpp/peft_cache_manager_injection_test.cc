@@ -182,7 +182,8 @@ class PeftInjectionTest : public PeftTest {
     done({14, 15});
     add(7, far);
     add(8, near);
-    batch({8, 7});
+    batch({8, 7});  // from the device, while the host is refilled
+    settle();
     done({7, 8});
     call([&] { manager_->prefetch({}); });
   }

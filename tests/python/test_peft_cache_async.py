@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -351,6 +352,32 @@ def test_c5_poll_waits_for_a_load_and_no_longer_than_it_is_told(bench: Bench) ->
     assert in_vain.result() == []
 
 
+def test_c1_who_is_done_before_the_poll_is_not_told_of(bench: Bench) -> None:
+    task = bench.register()
+    bench.source(task).fail_open()
+    bench.add(1, task)
+    assert bench.peft.wait_idle()  # the failure takes effect here
+    bench.peft.mark_request_done(LlmRequest(1))
+    bench.source(task).hold_reads()
+    request = bench.add(1, task)  # the number is used again
+    assert bench.peft.poll() == []
+    assert bench.states(request) == ["loading"]
+
+
+def test_a_time_may_be_infinite_but_not_negative(bench: Bench) -> None:
+    task = bench.register_late()
+    bench.add(1, task)
+    for call in (bench.peft.poll, bench.peft.wait_idle):
+        for wrong in (-1.0, math.nan):
+            with pytest.raises(InvalidArgumentError):
+                call(wrong)
+    calls = [Call(bench.peft.poll, math.inf), Call(bench.peft.wait_idle, math.inf)]
+    bench.clock.advance(LIMIT_S / 2)
+    assert not any(call.has_returned for call in calls)
+    bench.source(task).release_reads()
+    assert [call.result() for call in calls] == [[], True]
+
+
 # ---- batches -----------------------------------------------------------------------------------
 
 
@@ -673,6 +700,25 @@ for number, (task, call) in enumerate(zip(tasks, calls)):
     print(manager.adapter_state(number))
 """)
     assert lines == ["True", "ready"] * 3
+
+
+def test_l8_giving_up_a_load_wakes_who_waits_for_it() -> None:
+    """By the system's clock: who waits by a manual one looks at it again and again."""
+    lines = run_script("""
+calls = [lambda: manager.ensure_batch([0]), lambda: manager.wait_idle(50), lambda: manager.poll(50)]
+source.hold_reads()
+for number, call in enumerate(calls):
+    manager.add_request_peft(0, tasks[0])
+    thread = threading.Thread(target=call)
+    thread.start()
+    source.wait_for_reads(number + 1)
+    time.sleep(0.02)
+    manager.mark_request_done(0)
+    manager.evict_unowned("host")
+    thread.join(20)
+    print(thread.is_alive())
+""")
+    assert lines == ["False"] * 3
 
 
 def test_l8_dropping_a_manager_whose_loads_hang_does_not_hang_the_interpreter() -> None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.adapters import assert_same_weights, weights_of
-from tests.support.async_peft_model import AsyncPeftModel, Batch, Record, Source, Tier
+from tests.support.async_peft_model import AsyncPeftModel, Batch, Record, Source
 from tests.support.cache_fixtures import (
     Call,
     FakeAdapter,
@@ -28,6 +28,7 @@ from tests.support.cache_fixtures import (
     look_at_loads,
     wait_until,
 )
+from tests.support.peft_model import Tier
 
 from pagedlora import (
     AdapterNotFoundError,
@@ -134,8 +135,6 @@ class AsyncPeftCacheMachine(RuleBasedStateMachine):
         self.poll()
         self.ensure([0, 1], how="release", reset=False, late=False, fail=False)
 
-    @precondition(lambda self: len(self.registered) < 8)
-    @rule(rank=st.sampled_from((*RANKS, *RANKS, TOO_LARGE_RANK)))
     def register(self, rank: int) -> None:
         adapter = fake_adapter(self.config, rank, seed=100 + len(self.sources))
         task = self.peft.core.register_task(adapter.plan)
@@ -181,7 +180,7 @@ class AsyncPeftCacheMachine(RuleBasedStateMachine):
 
     # ---- requests ------------------------------------------------------------------------------
 
-    @rule(request=requests, pick=picks, started=seldom, trouble=troubles, again=seldom)
+    @rule(request=requests, pick=picks, started=st.booleans(), trouble=troubles, again=seldom)
     def add_registered(
         self, request: int, pick: int, started: bool, trouble: str, again: bool
     ) -> None:
@@ -214,29 +213,31 @@ class AsyncPeftCacheMachine(RuleBasedStateMachine):
         source = self.sources.setdefault(adapter, Source())
         self.make_trouble(adapter, trouble)
         pages = self.peft.core.num_pages_of_plan(adapter.plan)
-        old = self.model.records.get(task)
-        is_change = old is not None and old.content != adapter.source.description
-        self.add(
-            Request(request, task, adapter, started and not is_change),
-            Record(pages, source, adapter.source.description),
-        )
+        weights = Record(pages, source, adapter.source.description)
+        self.add(Request(request, task, adapter, started), weights)
 
-    @rule(request=requests, pick=picks, how=st.sampled_from(("unknown", "carried", "unregister")))
-    def ask_in_vain(self, request: int, pick: int, how: str) -> None:
-        """For an unknown task, with weights for a registered one, or to forget one in use."""
+    @rule(
+        request=requests,
+        pick=picks,
+        what=st.sampled_from(("register", "unregister", "unknown", "carried", "too large")),
+    )
+    def register_or_ask_in_vain(self, request: int, pick: int, what: str) -> None:
+        """A task comes or goes; or an unknown one, or weights for one that has a source."""
         task = self.registered[pick % len(self.registered)]
-        if how == "unknown":
+        if what == "unknown":
             self.add(Request(request, UNKNOWN_TASK))
-        elif how == "carried":
+        elif what == "carried":
             adapter = self.adapters[task, ""]
             weights = Record(1, self.sources[adapter], adapter.source.description)
             self.add(Request(request, task, adapter), weights)
-        elif len(self.registered) > len(RANKS):
+        elif what == "unregister" and len(self.registered) > len(RANKS):
             expected = error_of(lambda: self.model.unregister(task))
             assert_same_error(error_of(lambda: self.peft.core.unregister_task(task)), expected)
             if expected is None:
                 self.registered.remove(task)
             self.settle()
+        elif len(self.registered) < 8:
+            self.register(TOO_LARGE_RANK if what == "too large" else RANKS[pick % len(RANKS)])
 
     def add(self, request: Request, weights: Record | None = None) -> None:
         task, started = request.lora_task_id, request.has_started
@@ -246,7 +247,7 @@ class AsyncPeftCacheMachine(RuleBasedStateMachine):
         assert_same_error(error_of(lambda: self.peft.add_request_peft(request)), expected)
         self.settle()
 
-    @rule(request=requests, pause=st.booleans())
+    @rule(request=requests, pause=st.sampled_from((True, True, False)))
     def pause_or_end(self, request: int, pause: bool) -> None:
         self.mark_done(self.live([request])[0], pause)
 
@@ -282,7 +283,7 @@ class AsyncPeftCacheMachine(RuleBasedStateMachine):
         batch=st.lists(requests, min_size=1, max_size=4),
         stranger=seldom,
         poll=st.booleans(),
-        how=st.sampled_from(("release", "time out", "pause", "done", "prefetch")),
+        how=st.sampled_from(("release", "time out", "pause", "forget", "prefetch")),
         special=st.sampled_from(("",) * 5 + ("reset", "late", "late", "fail")),
     )
     def step(self, batch: list[int], stranger: bool, poll: bool, how: str, special: str) -> None:
@@ -324,17 +325,23 @@ class AsyncPeftCacheMachine(RuleBasedStateMachine):
     def unblock(self, batch: Batch, how: str) -> None:
         """Brings an end to a batch that waits for something that is held."""
         model = self.model
-        waits = [job for workers in (model.put, model.ensure) for job in workers.queue]
-        if how == "time out" and self.can_time_pass and not (model.one_pass and waits):
+        if how == "time out" and self.can_time_pass:
             event("batch: timed out")
             model.time_out_batch(batch)
             self.clock.advance(LIMIT_S)
             return
         event(f"batch: {how} while it waits")
-        if how in ("pause", "done") and batch.requests:
-            self.peft.mark_request_done(Request(batch.requests[0]), how == "pause")
-            model.done(batch.requests[0], how == "pause")
-        elif how == "prefetch":
+        if how == "pause":
+            self.peft.mark_request_done(Request(batch.requests[0]), True)
+            model.done(batch.requests[0], True)
+        elif how == "forget":  # what was loaded for them as well
+            for request in batch.requests:
+                self.peft.mark_request_done(Request(request))
+                model.done(request)
+            self.peft.evict_unowned("host")
+            model.evict_unowned("host")
+        elif how == "prefetch" and batch.pinned == set(batch.claimed):
+            # Else it would load what failed in this batch once more, and the batch may see its end.
             self.prefetch_tasks(list(batch.claimed))
         self.release_everything()
         assert model.settle_batch(batch)

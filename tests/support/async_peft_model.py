@@ -8,7 +8,7 @@ raise what the cache must raise, with the same fields, and change nothing then.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,10 +37,17 @@ class JobStopped(Exception):  # noqa: N818 - how a load ends that nobody wants
     """The result of a load that was given up."""
 
 
-class Reads:
-    """What a closed lease left behind on the device."""
+@dataclass(eq=False)
+class Use:
+    """Of device pages: by a closed lease, or by a load that fills them beside the host's."""
 
-    over = False
+    load: Job | None = None
+    ended: bool = False
+
+    @property
+    def over(self) -> bool:
+        """Whether others may write there."""
+        return self.ended or (self.load is not None and self.load.over)
 
 
 @dataclass(eq=False)
@@ -58,7 +65,7 @@ class Job:
 
     task: int
     source: Source | None = None  # None: a copy between the tiers
-    waits: list[Job | Reads] = field(default_factory=list)
+    waits: list[Job | Use] = field(default_factory=list)
     started: float = 0.0
     opened: bool = False
     moving: bool = False
@@ -92,7 +99,7 @@ class Entry:
     resident: bool = False
     place: tuple[int, int] = (UNOWNED, 0)  # class, and distance where that counts
     pins: int = 0
-    uses: list[Job | Reads] = field(default_factory=list)
+    uses: list[Job | Use] = field(default_factory=list)
 
     def waits_behind(self, distance: int) -> bool:
         """Whether its turn comes after that of a task so far away."""
@@ -106,7 +113,7 @@ class TierModel:
         self.name, self.total = name, total
         self.free = set(range(total))
         self.entries: dict[int, Entry] = {}
-        self.page_uses: dict[int, list[Job | Reads]] = {}
+        self.page_uses: dict[int, list[Job | Use]] = {}
 
     def is_resident(self, task: int) -> bool:
         """Whether it is there and complete."""
@@ -132,7 +139,7 @@ class TierModel:
 
         return min((task for task, entry in self.entries.items() if entry.pins == 0), key=order)
 
-    def claim(self, task: int, pages: int, use: int) -> list[Job | Reads]:
+    def claim(self, task: int, pages: int, use: int) -> list[Job | Use]:
         """Takes the lowest free pages; returns what must end before they are written."""
         claimed = sorted(self.free)[:pages]
         self.free -= set(claimed)
@@ -159,7 +166,8 @@ class Record:
     position: int | None = None  # in the window
     host_job: Job | None = None
     device_job: Job | None = None
-    waits: list[Job | Reads] = field(default_factory=list)  # of a device entry without a job
+    device_use: Use = field(default_factory=Use)  # by a host job that is the device's as well
+    waits: list[Job | Use] = field(default_factory=list)  # of a device entry without a job
     copy_error: type[Exception] | None = None
 
 
@@ -314,7 +322,7 @@ class AsyncPeftModel(ModelLoads):
         self.batch = Batch([])  # that is being ensured
         self.counters: Counter[str] = Counter()  # TensorRT-LLM's, since they were last taken
         self.holds_reads = False
-        self.reads: list[Reads] = []
+        self.reads: list[Use] = []
         self.largest = self.uses = self.adds = 0
         self.hits = self.misses = 0  # of batches
 
@@ -356,7 +364,7 @@ class AsyncPeftModel(ModelLoads):
         if request in self.failures:
             return
         if weights is not None:
-            self._admit(task, weights)
+            self._admit(task, weights, started)
         record = self._require(task)
         self._check_fits(record)
         try:
@@ -376,8 +384,9 @@ class AsyncPeftModel(ModelLoads):
 
     def done(self, request: int, pause: bool = False) -> None:
         """Ends or pauses a request."""
-        if not pause:
-            self.failures.pop(request, None)
+        if not pause and request in self.failures:
+            del self.failures[request]
+            self.newly_failed.discard(request)
         life = self.lives.get(request)
         if life is None or (pause and life.paused):
             return
@@ -391,25 +400,23 @@ class AsyncPeftModel(ModelLoads):
             self.counters["requestsTerminated"] += 1
             if not self.has_owner(life.task):
                 self.counters["tasksReleasedHost"] += 1
-                self._release(life.task)
+                self.host.entries[life.task].pins -= 1
         self._update_class(life.task)
 
-    def _release(self, task: int) -> None:
-        if task in self.host.entries:
-            self.host.entries[task].pins -= 1
-        self._forget_if_gone(task)
-
-    def _admit(self, task: int, weights: Record) -> None:
+    def _admit(self, task: int, weights: Record, started: bool) -> None:
         old = self.records.get(task)
         if old is not None and not old.content:
             raise RequestConflictError("")
+        if old is not None and old.content == weights.content:
+            return
         self._check_fits(weights)
-        if old is not None and old.content != weights.content:
+        if old is not None:
             if self.has_owner(task) or old.pins or self._is_leased(task):
                 raise RequestConflictError("")
-            self._check_room(self.host, weights.pages)
+            self._check_room(self.host, weights.pages, revocable=self._revocable(started))
             self._forget(task)
-        self.records.setdefault(task, Record(weights.pages, content=weights.content))
+        self.largest = max(self.largest, weights.pages)
+        self.records[task] = Record(weights.pages, content=weights.content)
 
     def _is_leased(self, task: int) -> bool:
         return task in self.device.entries and self.device.entries[task].pins > 0
@@ -445,10 +452,20 @@ class AsyncPeftModel(ModelLoads):
                 sizes = {"total_pages": total, "page_bytes": self.page_bytes}
                 raise AdapterTooLargeError("", tier=tier, needed_pages=record.pages, **sizes)
 
-    def _check_room(self, tier: TierModel, pages: int, kept: int = 0) -> None:
+    def _check_room(
+        self, tier: TierModel, pages: int, kept: int = 0, revocable: Sequence[int] = ()
+    ) -> None:
         evictable = tier.evictable() - kept
         if pages > len(tier.free) + evictable:
-            raise _full(tier.name, pages, len(tier.free), evictable)
+            evictable += sum(self.records[task].pages for task in revocable)
+        if pages > len(tier.free) + evictable:
+            raise LoraCacheFullError(
+                "",
+                tier=tier.name,
+                needed_pages=pages,
+                free_pages=len(tier.free),
+                evictable_pages=evictable,
+            )
 
     def _make_room(self, tier: TierModel, pages: int) -> None:
         self._check_room(tier, pages)
@@ -457,27 +474,22 @@ class AsyncPeftModel(ModelLoads):
             self._give_up(tier, victim)
             self._forget_if_gone(victim)
 
-    def _revoke(self, pages: int) -> None:
-        """Owners that have not started make room, the latest first; or nothing happens."""
-        host = self.host
-        candidates = [
+    def _revocable(self, started: bool) -> list[int]:
+        """Tasks whose owners, none of which has started, give way to who has; the latest first."""
+        tasks = {life.task for life in self.lives.values()} if started else set()
+        revocable = [
             task
-            for task in {life.task for life in self.lives.values()}
-            if not self.owners(task, paused=True)
-            and not self.has_started(task)
-            and not self.records[task].pins
-            and not self._is_leased(task)
+            for task in tasks
+            if not (self.owners(task, paused=True) or self.has_started(task))
+            and not (self.records[task].pins or self._is_leased(task))
         ]
-        most = host.evictable() + sum(self.records[task].pages for task in candidates)
-        if pages > len(host.free) + most:
-            raise _full("host", pages, len(host.free), most)
-        for task in sorted(candidates, key=self.owned_since.__getitem__, reverse=True):
-            if pages <= len(host.free) + host.evictable():
-                break
-            for request in self.owners(task, paused=False):
-                del self.lives[request]
-            self._release(task)
-            self._update_class(task)
+        return sorted(revocable, key=self.owned_since.__getitem__, reverse=True)
+
+    def _revoke(self, task: int) -> None:
+        for request in self.owners(task, paused=False):
+            del self.lives[request]
+        self.host.entries[task].pins -= 1
+        self._update_class(task)
 
     def _give_up(self, tier: TierModel, task: int) -> None:
         record, pages = self.records[task], len(tier.entries[task].pages)
@@ -489,7 +501,9 @@ class AsyncPeftModel(ModelLoads):
             job, record.host_job = record.host_job, None
         else:
             job, record.device_job = record.device_job, None
-        if job is not None and job is not record.host_job:
+        if job is not None and job is record.host_job:
+            record.device_use.ended = True  # its host part goes on
+        elif job is not None:
             job.stopped = True
         tier.remove(task)
 
@@ -542,8 +556,10 @@ class AsyncPeftModel(ModelLoads):
         from_device = self.device.is_resident(task)
         if not from_device and source is None:
             raise PeftTaskNotCachedError("", task_id=task)
-        if started and record.pages > len(host.free) + host.evictable():
-            self._revoke(record.pages)
+        revocable = self._revocable(started)
+        self._check_room(host, record.pages, revocable=revocable)
+        while record.pages > len(host.free) + host.evictable():
+            self._revoke(revocable.pop(0))
         self._make_room(host, record.pages)
         self.uses += 1
         waits = host.claim(task, record.pages, self.uses)
@@ -571,8 +587,8 @@ class AsyncPeftModel(ModelLoads):
         if load is None or load.source is None or load.stopped or not self.one_pass:
             return
         if all(use.over for use in record.waits) and (load.error or not load.ended):
-            record.device_job = load
-            self.device.entries[task].uses.append(load)
+            record.device_job, record.device_use = load, Use(load)
+            self.device.entries[task].uses.append(record.device_use)
 
     def is_current(self, job: Job) -> bool:
         """Whether a copy waits for the job's end."""
@@ -675,7 +691,10 @@ class AsyncPeftModel(ModelLoads):
             kept = max(self.largest, record.pages)
             left = self.host.total - self._pinned_pages()
             if record.pages + kept > left:
-                raise _full("host", record.pages + kept, left, 0)
+                needed = record.pages + kept
+                raise LoraCacheFullError(
+                    "", tier="host", needed_pages=needed, free_pages=left, evictable_pages=0
+                )
             self._bring_into_host(task, record.source, started=False)
             self.host.entries[task].pins += 1
         record.pins += 1
@@ -809,7 +828,7 @@ class AsyncPeftModel(ModelLoads):
         """The leases' pins are gone; what the device still reads stays with the pages."""
         for lease in leases:
             self.leases.remove(lease)
-            reads = Reads()
+            reads = Use()
             for task in lease.leased:
                 entry = self.device.entries[task]
                 entry.pins -= 1
@@ -821,7 +840,7 @@ class AsyncPeftModel(ModelLoads):
         """The device is done with what closed leases read."""
         self.holds_reads = False
         for reads in self.reads:
-            reads.over = True
+            reads.ended = True
         self.reads.clear()
 
     def gauges(self) -> dict[str, int]:
@@ -838,9 +857,3 @@ class AsyncPeftModel(ModelLoads):
             "activeTasks": len(active),
             "pausedTasks": sum(bool(self.owners(task, paused=True)) for task in tasks),
         }
-
-
-def _full(tier: str, needed: int, free: int, evictable: int) -> LoraCacheFullError:
-    return LoraCacheFullError(
-        "", tier=tier, needed_pages=needed, free_pages=free, evictable_pages=evictable
-    )
