@@ -2,14 +2,14 @@
 
 usage: tally.py NAME=EXIT_STATUS[=JUNIT_XML] ...
 
-A part with a JUnit file counts its test cases; one without counts as a single check. A part fails
+Names the failed cases above the closing line. A part with a JUnit file counts its test cases; one without counts as a single check. A part fails
 as a whole, too, if its exit status is not 0 although no case failed, if its file is missing or
 holds no case, or if it skipped another number of cases than .ci/expected-skips.txt says.
 """
 
 import sys
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 EXPECTED_SKIPS = Path(__file__).resolve().with_name("expected-skips.txt")
@@ -23,6 +23,7 @@ class Count:
     failed: int = 0
     skipped: int = 0
     note: str = ""
+    failed_cases: list[str] = field(default_factory=list)
 
     def fail(self, note: str) -> None:
         """Count the part itself as one failure."""
@@ -44,6 +45,7 @@ def count_cases(junit: Path) -> Count:
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             count.failed += 1
+            count.failed_cases.append(f"{case.get('classname', '')} {case.get('name', '')}")
         elif skipped is not None and skipped.get("type") != "pytest.xfail":
             count.skipped += 1
         else:
@@ -83,6 +85,9 @@ def main(parts: list[str]) -> int:
         total.failed += count.failed
         total.skipped += count.skipped
         print(f"{name:<20}{count.passed:>8}{count.failed:>8}{count.skipped:>9}  {count.note}")
+        total.failed_cases += [f"{name}: {case}" for case in count.failed_cases]
+    for case in total.failed_cases:
+        print(f"FAILED {case}")
     skipped = f", {total.skipped} skipped" if total.skipped else ""
     print(f"{total.passed} passed, {total.failed} failed{skipped}")
     return 1 if total.failed or not total.passed else 0

@@ -129,30 +129,34 @@ PageUses LoraCache::claim(TaskId task, std::size_t pages, std::uint64_t use) {
     entries_.erase(task);
     broken(tier_, "no room was made for " + label(task));
   }
+  PageUses uses;
+  try {
+    uses = uses_of(claimed);
+  } catch (...) {
+    pool_.release(claimed);
+    entries_.erase(task);
+    throw;
+  }
   entry.state = EntryState::loading;
   entry.pages = std::move(claimed);
   entry.node.task = task;
   policy_of(entry).record_use(entry.node, use);
   enter_policy(entry);
-  return uses_of(entry.pages);
+  return uses;
 }
 
-// They stay with the pages until they end: this claim may be given up before it has waited for them.
-PageUses LoraCache::uses_of(const std::vector<PageId>& pages) {
+// They stay with the pages until they end: this claim may be given up before it has waited for
+// them. Both lists of pages are in ascending order.
+PageUses LoraCache::uses_of(const std::vector<PageId>& claimed) {
+  std::erase_if(retired_, [](const Retired& old) {
+    return std::ranges::all_of(old.uses, [](const auto& use) { return use->is_over(); });
+  });
   PageUses uses;
-  for (std::size_t i = 0; i < pages.size() && !page_uses_.empty(); ++i) {
-    const auto found = page_uses_.find(pages[i]);
-    if (found == page_uses_.end()) {
-      continue;
-    }
-    std::erase_if(found->second, [](const auto& use) { return use->is_over(); });
-    for (const std::shared_ptr<const PageUse>& use : found->second) {
-      if (std::ranges::find(uses, use) == uses.end()) {
-        uses.push_back(use);
-      }
-    }
-    if (found->second.empty()) {
-      page_uses_.erase(found);
+  for (const Retired& old : retired_) {
+    const bool is_claimed = std::ranges::any_of(
+        old.pages, [&](PageId page) { return std::ranges::binary_search(claimed, page); });
+    if (is_claimed) {
+      uses.insert(uses.end(), old.uses.begin(), old.uses.end());
     }
   }
   return uses;
@@ -180,16 +184,13 @@ void LoraCache::evict(TaskId task) {
 
 void LoraCache::remove(TaskId task) {
   const auto found = entries_.find(task);
-  const Entry& entry = found->second;
-  for (const std::shared_ptr<const PageUse>& use : entry.uses) {
-    if (use->is_over()) {
-      continue;
-    }
-    for (const PageId page : entry.pages) {
-      page_uses_[page].push_back(use);
-    }
-  }
+  Entry& entry = found->second;
   pool_.release(entry.pages);
+  std::erase_if(entry.uses, [](const auto& use) { return use->is_over(); });
+  if (!entry.uses.empty()) {
+    entry.retirement.front() = {std::move(entry.pages), std::move(entry.uses)};
+    retired_.splice(retired_.end(), entry.retirement);
+  }
   entries_.erase(found);
 }
 

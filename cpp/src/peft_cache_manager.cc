@@ -83,6 +83,7 @@ TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) 
 }
 
 void PeftCacheManager::unregister_task(TaskId task) {
+  decltype(records_)::node_type record;  // outlives the lock, as its source may be anybody's
   const std::scoped_lock lock(mutex_);
   const auto found = records_.find(task);
   if (found == records_.end()) {
@@ -101,7 +102,7 @@ void PeftCacheManager::unregister_task(TaskId task) {
     }
   }
   std::erase(window_, task);
-  records_.erase(task);
+  record = records_.extract(task);
 }
 
 void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
@@ -118,12 +119,7 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
     ++stats_.host.hits;
     host_.use(*on_host, ++uses_);
   } else {
-    try {
-      bring_into_host(task, weights != nullptr ? weights->plan : record.plan, started);
-    } catch (...) {
-      forget_if_gone(task);
-      throw;
-    }
+    bring_into_host(task, weights != nullptr ? weights->plan : record.plan, started);
     on_host = host_.find(task);
   }
   bool is_first_owner = false;

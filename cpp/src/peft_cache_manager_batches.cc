@@ -13,7 +13,8 @@ namespace pagedlora {
 std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const RequestId> requests,
                                                            bool reset_device_cache, void* stream) {
   const std::scoped_lock one_at_a_time(batch_mutex_);
-  std::shared_ptr<BatchLease> lease;  // outlives the lock: when something throws, its end takes it
+  internal::JobList over;             // outlives the lock
+  std::shared_ptr<BatchLease> lease;  // as well: when something throws, its end takes the lock
   Lock lock = lock_for_batch(stream);
   check_open();
   lease = leases_->make([this](const std::vector<BatchLease::LeasedTask>& tasks, void* last_reads) {
@@ -25,7 +26,7 @@ std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const Reque
   resolve_batch(requests, *lease);
   try {
     claim_batch(reset_device_cache);
-    wait_for_batch(lock);
+    wait_for_batch(lock, over);
     fill_lease(requests, *lease);
     open_leases_.push_back(lease);
   } catch (...) {
@@ -107,9 +108,21 @@ bool PeftCacheManager::is_settled(const BatchTask& item) const {
   return !item.is_pinned || device_.is_resident(item.task);
 }
 
-// Lets the loads of the batch take effect as they end, and of no other task: what else has ended
-// waits for poll().
-void PeftCacheManager::wait_for_batch(Lock& lock) {
+// Whether the batch waits for what the job fills in this tier: the device copy of one of its tasks
+// that is not there yet, or the host copy that this one is made with.
+bool PeftCacheManager::is_awaited(const internal::FillJob& job, Tier tier) const {
+  const TaskRecord& record = records_.at(job.task());
+  if (record.batch != batch_number_ || device_.is_resident(job.task())) {
+    return false;
+  }
+  return tier == Tier::device || record.device_job == nullptr ||
+         record.device_job == record.host_job;
+}
+
+// Lets the loads that the batch waits for take effect as they end, and no other ones: what else has
+// ended waits for poll(), so that its effect does not depend on when it ended. Jobs that nobody needs
+// any more go to `over`.
+void PeftCacheManager::wait_for_batch(Lock& lock, internal::JobList& over) {
   const auto is_settled_task = [this](const BatchTask& item) { return is_settled(item); };
   if (std::ranges::all_of(batch_, is_settled_task)) {
     return;
@@ -117,11 +130,9 @@ void PeftCacheManager::wait_for_batch(Lock& lock) {
   const Clock::Time deadline = clock_->now() + options_.load_timeout;
   for (;;) {
     expire_loads();
-    for (const auto& job : take_finished([this](const internal::FillJob& candidate) {
-           return records_.at(candidate.task()).batch == batch_number_;
-         })) {
-      apply(*job, job->error());
-    }
+    over.splice(over.end(), settle([this](const internal::FillJob& job, Tier tier) {
+                  return is_awaited(job, tier);
+                }));
     check_open();  // it may have been closed meanwhile
     if (std::ranges::all_of(batch_, is_settled_task)) {
       return;

@@ -155,7 +155,19 @@ void PeftCacheManager::revoke_owners(std::size_t missing_pages) {
 // Afterwards the task, which had none, has a host entry that is loading.
 void PeftCacheManager::bring_into_host(TaskId task, const std::shared_ptr<const AdapterPlan>& plan,
                                        bool started) {
-  TaskRecord& record = records_.at(task);
+  try {
+    start_host_load(task, records_.at(task), plan, started);
+  } catch (...) {
+    forget_if_gone(task);
+    throw;
+  }
+  update_class(task);
+  ++stats_.host.misses;
+}
+
+void PeftCacheManager::start_host_load(TaskId task, TaskRecord& record,
+                                       const std::shared_ptr<const AdapterPlan>& plan,
+                                       bool started) {
   check_fits_some_day(record);
   const bool from_device = device_.is_resident(task);
   if (!from_device && plan->source() == nullptr) {
@@ -171,26 +183,31 @@ void PeftCacheManager::bring_into_host(TaskId task, const std::shared_ptr<const 
   } else {
     start_source_load(task, record, plan);
   }
-  update_class(task);
-  ++stats_.host.misses;
 }
 
 void PeftCacheManager::start_source_load(TaskId task, TaskRecord& record,
                                          const std::shared_ptr<const AdapterPlan>& plan) {
   const PageUses waits = host_.claim(task, record.layout->num_pages(), ++uses_);
   try {
-    const auto pages = std::make_shared<OwnTaskPages>(pages_of(host_, task, record), record.layout,
-                                                      host_.pool().arena());
-    auto job = std::make_shared<SourceLoad>(
-        board_, task, SourceLoad::What{config_, plan, record.layout, record.checksum},
-        FillTarget{pages, waits});
-    host_.add_page_use(task, job);
-    put_workers_->submit(job);
-    record.host_job = std::move(job);
+    submit_source_load(task, record, plan, waits);
   } catch (...) {
     host_.fail(task);
     throw;
   }
+}
+
+// Into pages that are claimed.
+void PeftCacheManager::submit_source_load(TaskId task, TaskRecord& record,
+                                          const std::shared_ptr<const AdapterPlan>& plan,
+                                          const PageUses& waits) {
+  const auto pages = std::make_shared<OwnTaskPages>(pages_of(host_, task, record), record.layout,
+                                                    host_.pool().arena());
+  auto job = std::make_shared<SourceLoad>(
+      board_, task, SourceLoad::What{config_, plan, record.layout, record.checksum},
+      FillTarget{pages, waits});
+  host_.add_page_use(task, job->use());
+  put_workers_->submit(job);
+  record.host_job = std::move(job);
 }
 
 // Host tier <- device tier.
@@ -204,8 +221,8 @@ void PeftCacheManager::start_refill(TaskId task, TaskRecord& record) {
     auto job =
         std::make_shared<TierCopy>(board_, task, device_.pool().device(),
                                    TierCopy::Direction::to_host, from, FillTarget{to, waits});
-    host_.add_page_use(task, job);
-    device_.add_page_use(task, job);
+    host_.add_page_use(task, job->use());
+    device_.add_page_use(task, job->use());
     ensure_workers_->submit(job);
     record.host_job = std::move(job);
   } catch (...) {
@@ -222,225 +239,44 @@ void PeftCacheManager::claim_on_device(TaskId task, TaskRecord& record) {
 }
 
 // Fills the device entry that was claimed: now, in the pass that fills the host entry, or, if that
-// has gone too far, when it is done.
+// has gone too far, when it is done. If it throws, the entry is gone.
 void PeftCacheManager::start_device_fill(TaskId task, TaskRecord& record) {
-  const auto to = std::make_shared<OwnTaskPages>(pages_of(device_, task, record), record.layout,
-                                                 device_.pool().arena());
-  const FillTarget target{to, record.device_waits};
-  if (host_.is_resident(task)) {
-    const auto from = std::make_shared<OwnTaskPages>(pages_of(host_, task, record), record.layout,
-                                                     host_.pool().arena());
-    auto job = std::make_shared<TierCopy>(board_, task, device_.pool().device(),
-                                          TierCopy::Direction::to_device, from, target);
-    device_.add_page_use(task, job);
-    host_.add_page_use(task, job);
-    ensure_workers_->submit(job);
-    record.device_job = std::move(job);
-    record.device_waits.clear();
-  } else if (const auto load = std::dynamic_pointer_cast<SourceLoad>(record.host_job);
-             load != nullptr && device_.pool().device()->is_host_memory() &&
-             load->add_device(target)) {
-    device_.add_page_use(task, load->device_use());
-    record.device_job = load;
-    record.device_waits.clear();
-  }
-}
-
-bool PeftCacheManager::is_current(const FillJob& job) const {
-  const auto found = records_.find(job.task());
-  return found != records_.end() &&
-         (found->second.host_job.get() == &job || found->second.device_job.get() == &job);
-}
-
-// Removes from the board what is wanted, in the order in which it ended, and what nobody needs.
-std::vector<std::shared_ptr<FillJob>> PeftCacheManager::take_finished(
-    const std::function<bool(const FillJob&)>& wanted) {
-  std::vector<std::shared_ptr<FillJob>> taken;
-  std::erase_if(board_->finished, [&](const std::shared_ptr<internal::Job>& finished) {
-    auto job = std::static_pointer_cast<FillJob>(finished);
-    const bool is_needed = is_current(*job);
-    if (is_needed && wanted(*job)) {
-      taken.push_back(std::move(job));
-      return true;
+  try {
+    const auto to = std::make_shared<OwnTaskPages>(pages_of(device_, task, record), record.layout,
+                                                   device_.pool().arena());
+    const FillTarget target{to, record.device_waits};
+    if (host_.is_resident(task)) {
+      start_device_copy(task, record, target);
+    } else {
+      join_source_load(task, record, target);
     }
-    return !is_needed;
-  });
-  return taken;
+  } catch (...) {
+    fail_device_copy(task, record, std::current_exception());
+    throw;
+  }
 }
 
-// The job has ended, with an error or without: its entries become resident or absent.
-void PeftCacheManager::apply(FillJob& job, const std::exception_ptr& error) {
-  const TaskId task = job.task();
-  TaskRecord& record = records_.at(task);
-  const bool on_device = record.device_job.get() == &job;
-  const bool on_host = record.host_job.get() == &job;
-  stats_.failed_loads += error == nullptr ? 0U : 1U;
-  if (on_device) {
-    apply_to_device(record, job, error);
-  }
-  if (on_host) {
-    apply_to_host(record, job, error);
-  }
-  forget_if_gone(task);
-  board_->changed.notify_all();
+void PeftCacheManager::start_device_copy(TaskId task, TaskRecord& record,
+                                         const FillTarget& target) {
+  const auto from = std::make_shared<OwnTaskPages>(pages_of(host_, task, record), record.layout,
+                                                   host_.pool().arena());
+  auto job = std::make_shared<TierCopy>(board_, task, device_.pool().device(),
+                                        TierCopy::Direction::to_device, from, target);
+  device_.add_page_use(task, job->use());
+  host_.add_page_use(task, job->use());
+  ensure_workers_->submit(job);
+  record.device_job = std::move(job);
+  record.device_waits.clear();
 }
 
-void PeftCacheManager::apply_to_device(TaskRecord& record, FillJob& job,
-                                       const std::exception_ptr& error) {
-  if (error != nullptr) {
-    fail_device_copy(job.task(), record, error);
+void PeftCacheManager::join_source_load(TaskId task, TaskRecord& record, const FillTarget& target) {
+  const auto load = std::dynamic_pointer_cast<SourceLoad>(record.host_job);
+  if (load == nullptr || !device_.pool().device()->is_host_memory() || !load->add_device(target)) {
     return;
   }
-  record.device_job.reset();
-  device_.publish(job.task());
-  stats_.device.bytes_loaded += record.layout->payload_bytes();
-  stats_.device.load_seconds += job.seconds();
-}
-
-void PeftCacheManager::apply_to_host(TaskRecord& record, FillJob& job,
-                                     const std::exception_ptr& error) {
-  const TaskId task = job.task();
-  if (error != nullptr) {
-    record.load_error = error;
-    if (record.user_pins != 0) {
-      user_pinned_pages_ -= record.layout->num_pages();
-      record.user_pins = 0;
-    }
-    fail_dependent_device_copy(task, error);
-    record.host_job.reset();
-    host_.fail(task);
-    fail_owners(task, error);
-    return;
-  }
-  record.host_job.reset();
-  host_.publish(task);
-  stats_.host.bytes_loaded += record.layout->payload_bytes();
-  stats_.host.load_seconds += job.seconds();
-  if (const auto* load = dynamic_cast<const SourceLoad*>(&job)) {
-    ++stats_.source_reads;
-    stats_.source_rereads += record.checksum ? 1U : 0U;
-    stats_.source_bytes += load->source_bytes();
-    record.checksum = load->checksum();
-  }
-  if (device_.find(task) != nullptr && !device_.is_resident(task) && record.device_job == nullptr) {
-    start_device_fill(task, record);
-  }
-}
-
-void PeftCacheManager::fail_owners(TaskId task, const std::exception_ptr& error) {
-  const TaskOwners::Sets* sets = owners_.sets_of(task);
-  if (sets != nullptr) {
-    newly_failed_.insert(newly_failed_.end(), sets->active.begin(), sets->active.end());
-    newly_failed_.insert(newly_failed_.end(), sets->paused.begin(), sets->paused.end());
-    owners_.fail(task, error);
-    update_class(task);
-  }
-}
-
-void PeftCacheManager::expire_loads() {
-  put_workers_->expire();
-  ensure_workers_->expire();
-}
-
-// Until something changes, a load's time is up, or the deadline has come; may return earlier.
-void PeftCacheManager::wait_for_change(Lock& lock, Clock::Time deadline) {
-  for (const internal::JobPool* workers : {put_workers_.get(), ensure_workers_.get()}) {
-    deadline = std::min(deadline, workers->next_expiry().value_or(deadline));
-  }
-  clock_->wait_until(lock, board_->changed, deadline);
-}
-
-bool PeftCacheManager::is_idle() const {
-  return put_workers_->is_idle() && ensure_workers_->is_idle();
-}
-
-std::vector<RequestId> PeftCacheManager::poll(Clock::Time timeout, const Agree& agree) {
-  Lock lock(mutex_);
-  const Clock::Time deadline = clock_->now() + timeout;
-  expire_loads();
-  const auto has_news = [&] {
-    return !newly_failed_.empty() ||
-           std::ranges::any_of(board_->finished, [&](const std::shared_ptr<internal::Job>& job) {
-             return is_current(static_cast<const FillJob&>(*job));
-           });
-  };
-  while (!has_news() && !is_idle() && !closed_ && clock_->now() < deadline) {
-    wait_for_change(lock, deadline);
-    expire_loads();
-  }
-  if (!agree) {
-    for (const auto& job : take_finished([](const FillJob&) { return true; })) {
-      apply(*job, job->error());
-    }
-    return take_newly_failed();
-  }
-  std::vector<LoadOutcome> ended;
-  for (const std::shared_ptr<internal::Job>& finished : board_->finished) {
-    const auto& job = static_cast<const FillJob&>(*finished);
-    if (is_current(job)) {
-      const Tier tier = records_.at(job.task()).host_job.get() == &job ? Tier::host : Tier::device;
-      ended.push_back({job.task(), tier, job.error() == nullptr});
-    }
-  }
-  lock.unlock();
-  const std::vector<LoadOutcome> agreed = agree(ended);
-  lock.lock();
-  for (const LoadOutcome& outcome : agreed) {
-    const auto jobs = take_finished([&](const FillJob& job) {
-      const TaskRecord& record = records_.at(job.task());
-      const auto& expected = outcome.tier == Tier::host ? record.host_job : record.device_job;
-      return job.task() == outcome.task && expected.get() == &job;
-    });
-    for (const auto& job : jobs) {
-      apply(*job, outcome.loaded || job->error() != nullptr
-                      ? job->error()
-                      : std::make_exception_ptr(Error("the load of task " +
-                                                      std::to_string(outcome.task.value) +
-                                                      " failed on another rank")));
-    }
-  }
-  return take_newly_failed();
-}
-
-// In an order that does not tell which load ended first, without those that are done by now.
-std::vector<RequestId> PeftCacheManager::take_newly_failed() {
-  std::erase_if(newly_failed_,
-                [this](RequestId request) { return owners_.failure_of(request) == nullptr; });
-  std::ranges::sort(newly_failed_);
-  const auto repeated = std::ranges::unique(newly_failed_);
-  newly_failed_.erase(repeated.begin(), repeated.end());
-  return std::exchange(newly_failed_, {});
-}
-
-bool PeftCacheManager::wait_idle(Clock::Time timeout) {
-  Lock lock(mutex_);
-  const Clock::Time deadline = clock_->now() + timeout;
-  for (;;) {
-    expire_loads();
-    for (const auto& job : take_finished([](const FillJob&) { return true; })) {
-      apply(*job, job->error());
-    }
-    if (is_idle() || clock_->now() >= deadline) {
-      return is_idle();
-    }
-    wait_for_change(lock, deadline);
-  }
-}
-
-void PeftCacheManager::close() {
-  const auto closed =
-      std::make_exception_ptr(InvalidArgumentError("the PEFT cache manager is closed"));
-  {
-    const std::scoped_lock lock(mutex_);
-    closed_ = true;
-    put_workers_->stop(closed);
-    ensure_workers_->stop(closed);
-    for (const auto& job : take_finished([](const FillJob&) { return true; })) {
-      apply(*job, job->error());
-    }
-    board_->changed.notify_all();
-  }
-  lock_without_lease(nullptr);
+  record.device_job = load;
+  device_.add_page_use(task, load->device_use());
+  record.device_waits.clear();
 }
 
 }  // namespace pagedlora

@@ -147,12 +147,17 @@ void TaskOwners::fail(TaskId task, const std::exception_ptr& error) {
   if (found == by_task_.end()) {
     return;
   }
+  decltype(failures_) failures;  // made before anything changes
   for (const std::set<RequestId>* owners : {&found->second.active, &found->second.paused}) {
     for (const RequestId request : *owners) {
-      failures_.insert_or_assign(request, Failure{task, error});
-      lives_.erase(request);
+      failures.emplace(request, Failure{task, error});
     }
   }
+  failures_.reserve(failures_.size() + failures.size());
+  for (const auto& [request, failure] : failures) {
+    lives_.erase(request);
+  }
+  failures_.merge(failures);
   by_task_.erase(found);
 }
 

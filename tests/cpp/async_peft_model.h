@@ -32,6 +32,7 @@ class AsyncPeftModel {
     EvictionClass eviction_class = EvictionClass::unowned;
     std::uint64_t distance = 0;
     std::uint64_t used = 0;
+    bool is_refill = false;  // from the device
   };
   struct Task {
     std::size_t pages = 0;
@@ -142,6 +143,8 @@ class AsyncPeftModel {
     Tier& entries = cache(tier);
     if (loaded) {
       entries.at(task).is_loading = false;
+    } else if (entries.at(task).is_refill && tasks.at(task).is_registered()) {
+      entries.at(task).is_refill = false;  // goes on, from the source
     } else {
       entries.erase(task);
       if (tier == pagedlora::Tier::host) {
@@ -206,7 +209,7 @@ class AsyncPeftModel {
     make_room(pagedlora::Tier::device, needed);
     for (const TaskId task : claimed) {
       if (!device.contains(task)) {
-        device[task] = {tasks.at(task).pages, true, 1, EvictionClass::unowned, 0, 0};
+        device[task] = {tasks.at(task).pages, true, 1, EvictionClass::unowned, 0, 0, false};
         use(device, task);
         update_class(task);
       } else {
@@ -476,7 +479,8 @@ class AsyncPeftModel {
       return Outcome::full;
     }
     make_room(pagedlora::Tier::host, pages);
-    host[task] = {pages, true, 0, EvictionClass::unowned, 0, 0};
+    const bool is_refill = is_resident(device, task);
+    host[task] = {pages, true, 0, EvictionClass::unowned, 0, 0, is_refill};
     use(host, task);
     update_class(task);
     return Outcome::ok;

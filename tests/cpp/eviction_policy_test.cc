@@ -104,7 +104,10 @@ TEST_P(EvictionPolicyContract, HoldsExactlyWhatWasInsertedAndNotErased) {
 TEST_P(EvictionPolicyContract, TheSameCallsChooseTheSameVictims_C3) {
   const auto first = make();
   const auto second = make();
-  std::array<PolicyNode, 8> others = nodes_;
+  std::array<PolicyNode, 8> others;
+  for (std::size_t i = 0; i < nodes_.size(); ++i) {
+    others[i].task = nodes_[i].task;
+  }
   std::mt19937 rng(1);
   for (std::size_t i = 0; i < nodes_.size(); ++i) {
     insert(*first, nodes_[i]);

@@ -318,6 +318,34 @@ TEST_F(JobPoolTest, C4_AThreadThatComesBackMakesRoomForAnotherAbandonedOne) {
   }
 }
 
+TEST_F(JobPoolTest, C4_AStuckWorkerThatKeptItsPlaceIsAbandonedOnceAnotherOneIsBack) {
+  make_pool(1, 1);
+  const JobPtr late = start_blocked();
+  expire_after(kLimit);
+  const JobPtr stuck = start_blocked();
+  expire_after(kLimit);
+  ASSERT_TRUE(is_late(stuck));
+  EXPECT_TRUE(is_late(submit())) << "nobody is left";
+  let_go(late);
+  EXPECT_TRUE(comes_true([&] { return succeeds(submit()); })) << "stuck is out now, not late";
+}
+
+TEST_F(JobPoolTest, AJobGivenToStoppedWorkersFailsAtOnce) {
+  make_pool(1);
+  locked([&] { pool_->stop(std::make_exception_ptr(InvalidArgumentError("closed"))); });
+  const JobPtr job = submit();
+  EXPECT_TRUE(holds<InvalidArgumentError>(error_of(job)));
+  EXPECT_TRUE(job->is_over());
+}
+
+TEST_F(JobPoolTest, WhatAJobDoesWithPagesIsOverWhenTheJobIsGone) {
+  auto job = std::make_shared<TestJob>();
+  const std::shared_ptr<const PageUse> use = job->use();
+  EXPECT_FALSE(use->is_over());
+  job.reset();
+  EXPECT_TRUE(use->is_over()) << "it was never given to a pool";
+}
+
 TEST_F(JobPoolTest, C4_AnAbandonedThreadOutlivesThePoolAndThenLetsGoOfEverything) {
   make_pool(1, 1);
   const std::weak_ptr<TestJob> late = start_blocked();

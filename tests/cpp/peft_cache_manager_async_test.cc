@@ -393,6 +393,32 @@ TEST_F(PeftAsyncTest, C3_PollAppliesWhatAllRanksAgreeOn) {
   EXPECT_TRUE(holds<AdapterNotFoundError>(manager_->adapter_error(RequestId{3})));
 }
 
+// How far a load has come must not show: here the refill has ended when the batch is ensured.
+TEST_F(PeftAsyncTest, C3_ABatchTakesOverOnlyTheLoadsThatItWaitsFor) {
+  make_manager(8, 8);
+  const TaskId task = register_adapter(2);
+  add(1, task);
+  ensure_and_close({1});
+  done(1);
+  manager_->evict_unowned(Tier::host);
+  const TaskId absent = register_adapter(2);
+  start_to_add(1, task);  // refilled from the device, where it is
+  start_to_add(2, absent);
+  std::vector<LoadOutcome> ended;
+  while (ended.size() < 2) {
+    manager_->poll({}, [&](const std::vector<LoadOutcome>& outcomes) {
+      ended = outcomes;
+      return std::vector<LoadOutcome>{};
+    });
+  }
+  const auto lease = ensure({1, 2});
+  EXPECT_EQ(lease->tasks().size(), 2U);
+  EXPECT_TRUE(on_host(absent)) << "its device copy is made of it";
+  EXPECT_FALSE(on_host(task)) << "nobody waited for it";
+  manager_->poll();
+  EXPECT_TRUE(on_host(task));
+}
+
 TEST_F(PeftAsyncTest, OnePassFillsBothTiersWhereTheDeviceIsOrdinaryMemory) {
   const auto device = std::make_shared<fake::Device>(true);
   options_.host_cache_bytes = options_.device_cache_bytes = 8 * kPageBytes;

@@ -192,6 +192,7 @@ class PeftDeviceFailureTest : public PeftTest {};
 
 TEST_F(PeftDeviceFailureTest, L1_AFailedCopyIsTheErrorOfItsRequestsOnly) {
   constexpr int kTasks = 3;
+  options_.num_ensure_workers = 1;  // so that the n-th copy is that of the n-th task
   for (int n = 0; n < kTasks; ++n) {
     make_manager(16, 16);
     for (std::uint64_t i = 0; i < kTasks; ++i) {
@@ -231,7 +232,7 @@ TEST_F(PeftDeviceFailureTest, ABatchWhoseCopiesAllFailLeavesTheDeviceEmpty) {
   EXPECT_EQ(manager_->free_pages(Tier::device), 8U);
 }
 
-TEST_F(PeftDeviceFailureTest, L6_AFailedRefillLeavesTheDeviceCopyAndARetryWorks) {
+TEST_F(PeftDeviceFailureTest, L6_ARefillThatFailsIsReadFromTheSourceInstead) {
   make_manager(2, 4);
   const TaskId task = register_adapter(2);
   add(1, task);
@@ -239,15 +240,32 @@ TEST_F(PeftDeviceFailureTest, L6_AFailedRefillLeavesTheDeviceCopyAndARetryWorks)
   done(1);
   manager_->evict_unowned(Tier::host);
   device_->fail_copy_after = 0;
-  EXPECT_THROW(add(2, task), CopyFailure);
+  add(2, task);
+  EXPECT_TRUE(content_is_right(task, Tier::host));
+  EXPECT_TRUE(content_is_right(task, Tier::device));
+  EXPECT_EQ(source_of(task).opens, 2);
+  EXPECT_EQ(manager_->stats().failed_loads, 1U);
+  EXPECT_NO_THROW(manager_->check_invariants());
+}
+
+TEST_F(PeftDeviceFailureTest, L6_ARefillThatFailsIsTheErrorOfItsOwnersIfTheSourceFailsToo) {
+  make_manager(2, 4);
+  const TaskId task = register_adapter(2);
+  add(1, task);
+  ensure_and_close({1});
+  done(1);
+  manager_->evict_unowned(Tier::host);
+  device_->fail_copy_after = 0;
+  source_of(task).fail_open = true;
+  EXPECT_THROW(add(2, task), AdapterNotFoundError);
   EXPECT_EQ(manager_->task_of(RequestId{2}), std::nullopt);
   EXPECT_EQ(manager_->free_pages(Tier::host), 2U);
   EXPECT_TRUE(content_is_right(task, Tier::device));
-  EXPECT_EQ(manager_->stats().failed_loads, 1U);
+  EXPECT_EQ(manager_->stats().failed_loads, 2U);
   EXPECT_NO_THROW(manager_->check_invariants());
   add(2, task);
   EXPECT_TRUE(content_is_right(task, Tier::host));
-  EXPECT_EQ(source_of(task).opens, 1);
+  EXPECT_EQ(source_of(task).opens, 1) << "from the device";
 }
 
 }  // namespace

@@ -361,12 +361,15 @@ class PeftModel {
       return Outcome::full;
     }
     ++stats.host.misses;
-    if (from_device ? failures.copy_after == 0 : failures.open || failures.read) {
-      ++stats.failed_loads;
+    const bool copy_fails = from_device && failures.copy_after == 0;
+    const bool reads_source = from_device ? copy_fails && registered.contains(task) : true;
+    const bool read_fails = reads_source && (failures.open || failures.read);
+    stats.failed_loads += (copy_fails ? 1U : 0U) + (read_fails ? 1U : 0U);
+    if (read_fails || (copy_fails && !reads_source)) {
       return Outcome::failed;
     }
     host[task].pages = known.at(task).pages;
-    stats.source_reads += from_device ? 0U : 1U;
+    stats.source_reads += reads_source ? 1U : 0U;
     return Outcome::ok;
   }
 

@@ -190,7 +190,7 @@ def test_a_name_unloaded_while_it_is_loaded_is_gone(
     source = fakes[str(directory)]
     source.hold_reads()
     loading = Call(lambda: manager.load("a", pinned=True))
-    source.wait_for_reads(1)
+    assert wait_until(lambda: source.num_held == 1)
     manager.unload("a", timeout_s=0)
     source.release_reads()
     with pytest.raises(AdapterNotFoundError):
@@ -282,7 +282,7 @@ def test_many_threads_pin_one_adapter_with_one_load(
     opens = source.num_opens
     source.hold_reads()
     calls = [Call(manager.pin, "a") for _ in range(4)]
-    source.wait_for_reads(1)
+    assert wait_until(lambda: source.num_held == 1)
     source.release_reads()
     for call in calls:
         call.result()

@@ -93,7 +93,7 @@ def test_two_threads_that_load_one_name_share_one_load(
     opens = source.num_opens
     source.hold_reads()
     first = Call(manager.load, "a", directory)
-    source.wait_for_reads(1)
+    assert wait_until(lambda: source.num_held == 1)
     second = Call(manager.load, "a", directory if other == "the same source" else None)
     with pytest.raises(InvalidArgumentError, match="not from"):
         manager.load("a", write(small_cache, tmp_path / "other"))
@@ -115,7 +115,7 @@ def test_those_who_wait_for_a_load_get_its_error(
     source = fakes[str(directory)]
     source.hold_reads()
     first = Call(manager.load, "a", directory)
-    source.wait_for_reads(1)
+    assert wait_until(lambda: source.num_held == 1)
     second = Call(manager.load, "a", directory)
     flight = manager._loader._flights["a"][1]
     assert wait_until(lambda: bool(flight._over._cond._waiters))  # type: ignore[attr-defined]

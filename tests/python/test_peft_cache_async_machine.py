@@ -18,7 +18,9 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.support.adapters import assert_same_weights, weights_of
-from tests.support.async_peft_model import AsyncPeftModel, Batch, Record, Source
+from tests.support.async_loads_model import Source
+from tests.support.async_owners_model import Batch, Record
+from tests.support.async_peft_model import AsyncPeftModel
 from tests.support.cache_fixtures import (
     Call,
     FakeAdapter,

@@ -24,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,6 +53,12 @@ struct Shortage {
 };
 
 class LoraCache {
+  // Pages that their entry has lost, and what still goes on in them.
+  struct Retired {
+    std::vector<PageId> pages;
+    PageUses uses;
+  };
+
  public:
   struct Entry {
     EntryState state = EntryState::absent;
@@ -60,6 +67,7 @@ class LoraCache {
     std::vector<PageId> pages;
     PageUses uses;
     PolicyNode node;
+    std::list<Retired> retirement = std::list<Retired>(1);  // what the entry will leave behind
   };
 
   // Called before an entry is given up for others: its writer, if any, must be told to stop, and
@@ -87,7 +95,8 @@ class LoraCache {
   std::optional<Shortage> try_make_room(std::size_t pages, const OnVictim& on_victim);
 
   // absent -> loading, on the lowest free pages. There must be room (std::logic_error). Returns what
-  // still goes on in the pages: to be waited for before they are written.
+  // still goes on in the pages: to be waited for before they are written. The only transition that
+  // needs memory: the others cannot fail.
   PageUses claim(TaskId task, std::size_t pages, std::uint64_t use);
   void publish(TaskId task);  // loading -> resident
   void fail(TaskId task);     // loading -> absent; the pages are free again
@@ -125,7 +134,7 @@ class LoraCache {
   void enter_policy(Entry& entry);
   void leave_policy(Entry& entry);
   void remove(TaskId task);
-  PageUses uses_of(const std::vector<PageId>& pages);
+  PageUses uses_of(const std::vector<PageId>& claimed);
   void check_entry(TaskId task, const Entry& entry, std::vector<bool>& owned) const;
   void check_policies() const;
   PolicyNode* next_victim();
@@ -135,8 +144,7 @@ class LoraCache {
   std::unordered_map<TaskId, Entry> entries_;
   std::array<std::unique_ptr<EvictionPolicy>, kNumEvictionClasses> policies_;
   std::array<std::size_t, kNumEvictionClasses> evictable_pages_{};  // by class
-  // What goes on in pages that their entry has lost; ended ones are dropped when a page is claimed.
-  std::unordered_map<PageId, PageUses> page_uses_;
+  std::list<Retired> retired_;  // those whose uses have ended are dropped at the next claim
 };
 
 }  // namespace pagedlora

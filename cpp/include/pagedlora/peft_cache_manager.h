@@ -24,8 +24,8 @@
 // a request done are not.
 //
 // Workers read sources and copy between the tiers. Pages are claimed, and victims chosen, in the
-// calls and only there. What a worker has finished takes effect in poll(), in wait_idle(), and for
-// the tasks of a batch in ensure_batch, which waits for them. A load that fails, or takes longer
+// calls and only there. What a worker has finished takes effect in poll(), in wait_idle(), and, if
+// its batch waits for it, in ensure_batch. A load that fails, or takes longer
 // than the limit, gives its pages back and makes the task's owners `failed`: a level that each of
 // them keeps until it is marked done. A call that throws has changed neither owners nor residency,
 // with one exception: old weights under a task id that nobody used are gone once the load of new
@@ -40,6 +40,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -64,6 +65,9 @@ namespace pagedlora {
 namespace internal {
 struct JobBoard;
 class FillJob;
+struct FillTarget;
+class Job;
+using JobList = std::list<std::shared_ptr<Job>>;
 class JobPool;
 class LeasePool;
 }  // namespace internal
@@ -252,6 +256,7 @@ class PeftCacheManager {
     std::size_t pages;
   };
   using Lock = std::unique_lock<std::mutex>;
+  using Wanted = std::function<bool(const internal::FillJob&, Tier)>;
 
   // Records and owners (peft_cache_manager.cc)
   TaskRecord& require_record(TaskId task);
@@ -280,17 +285,30 @@ class PeftCacheManager {
   void fail_dependent_device_copy(TaskId task, const std::exception_ptr& error);
   void fail_device_copy(TaskId task, TaskRecord& record, const std::exception_ptr& error);
   void bring_into_host(TaskId task, const std::shared_ptr<const AdapterPlan>& plan, bool started);
+  void start_host_load(TaskId task, TaskRecord& record,
+                       const std::shared_ptr<const AdapterPlan>& plan, bool started);
   void start_source_load(TaskId task, TaskRecord& record,
                          const std::shared_ptr<const AdapterPlan>& plan);
+  void submit_source_load(TaskId task, TaskRecord& record,
+                          const std::shared_ptr<const AdapterPlan>& plan, const PageUses& waits);
   void start_refill(TaskId task, TaskRecord& record);
   void claim_on_device(TaskId task, TaskRecord& record);
   void start_device_fill(TaskId task, TaskRecord& record);
+  void start_device_copy(TaskId task, TaskRecord& record, const internal::FillTarget& target);
+  void join_source_load(TaskId task, TaskRecord& record, const internal::FillTarget& target);
+
+  // What has ended (peft_cache_manager_poll.cc)
   bool is_current(const internal::FillJob& job) const;
-  void apply(internal::FillJob& job, const std::exception_ptr& error);
+  bool fills(const internal::FillJob& job, Tier tier) const;
+  internal::JobList settle(const Wanted& wanted);
+  internal::JobList settle_all();
+  void apply(internal::FillJob& job, Tier tier, const std::exception_ptr& error);
   void apply_to_host(TaskRecord& record, internal::FillJob& job, const std::exception_ptr& error);
   void apply_to_device(TaskRecord& record, internal::FillJob& job, const std::exception_ptr& error);
-  std::vector<std::shared_ptr<internal::FillJob>> take_finished(
-      const std::function<bool(const internal::FillJob&)>& wanted);
+  std::vector<LoadOutcome> ended_loads() const;
+  void apply_agreed(const std::vector<LoadOutcome>& agreed);
+  bool reads_source_instead(TaskRecord& record, const internal::FillJob& job);
+  void fail_host_copy(TaskId task, TaskRecord& record, const std::exception_ptr& error);
   void fail_owners(TaskId task, const std::exception_ptr& error);
   std::vector<RequestId> take_newly_failed();
   void expire_loads();
@@ -303,7 +321,8 @@ class PeftCacheManager {
   void resolve_batch(std::span<const RequestId> requests, BatchLease& lease);
   void claim_batch(bool reset_device_cache);
   void pin_present_tasks();
-  void wait_for_batch(Lock& lock);
+  void wait_for_batch(Lock& lock, internal::JobList& over);
+  bool is_awaited(const internal::FillJob& job, Tier tier) const;
   bool is_settled(const BatchTask& item) const;
   void give_back_unsettled(const std::exception_ptr& error);
   void fill_lease(std::span<const RequestId> requests, BatchLease& lease);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -33,10 +32,12 @@ JobPool::~JobPool() {
   join();
 }
 
-void JobPool::finish(State& state, Job& job, std::exception_ptr error) {
+// The first job of `from` moves to the board.
+void JobPool::finish(State& state, JobList& from, std::exception_ptr error) {
+  Job& job = *from.front();
   job.finished_ = true;
   job.error_ = std::move(error);
-  state.board->finished.push_back(job.shared_from_this());
+  state.board->finished.splice(state.board->finished.end(), from, from.begin());
   state.board->changed.notify_all();
 }
 
@@ -47,59 +48,85 @@ bool JobPool::is_stuck(const Worker& worker) {
 
 void JobPool::submit(std::shared_ptr<Job> job) {
   State& state = *state_;
+  state.workers.reserve(state.options.num_workers);
   state.queue.push_back(std::move(job));
-  const auto busy = std::ranges::count_if(
-      state.workers, [](const auto& worker) { return worker->job != nullptr; });
-  const std::size_t idle = state.workers.size() - static_cast<std::size_t>(busy);
-  if (idle < state.queue.size() && state.workers.size() < state.options.num_workers) {
-    start_worker();
+  if (state.stopping) {
+    fail_queue(std::make_exception_ptr(InvalidArgumentError("the workers have been stopped")));
+    return;
   }
+  start_missing_workers();
   fail_queue_if_all_are_stuck();
   state.work.notify_one();
 }
 
-void JobPool::start_worker() {
-  auto worker = std::make_shared<Worker>();
-  state_->workers.push_back(worker);
+// Stuck workers make place for others, as many as may be out at once: also those that had to keep
+// their place until others came back.
+void JobPool::start_missing_workers() {
+  State& state = *state_;
+  std::erase_if(state.workers, [&](const std::shared_ptr<Worker>& worker) {
+    if (!is_stuck(*worker) || state.num_abandoned == state.options.max_abandoned) {
+      return false;
+    }
+    worker->is_abandoned = true;
+    ++state.num_abandoned;
+    return true;
+  });
+  const auto idle = static_cast<std::size_t>(std::ranges::count_if(
+      state.workers, [](const auto& worker) { return worker->job == nullptr; }));
+  const std::size_t room = state.options.num_workers - state.workers.size();
+  const std::size_t jobs = state.queue.size() - std::min(idle, state.queue.size());
+  for (std::size_t i = std::min(room, jobs); i > 0; --i) {
+    start_worker();
+  }
+}
+
+// Without threads or memory for another worker the others, if any, take the jobs.
+void JobPool::start_worker() noexcept {
   try {
+    auto worker = std::make_shared<Worker>();
     std::thread([state = state_, worker] { work(state, worker); }).detach();
-  } catch (const std::system_error&) {
-    state_->workers.pop_back();  // the others, if any, will take the job
+    state_->workers.push_back(std::move(worker));  // there is room
+  } catch (...) {
     if (state_->workers.empty()) {
-      for (const std::shared_ptr<Job>& job : std::exchange(state_->queue, {})) {
-        job->over_ = true;
-        finish(*state_, *job, std::current_exception());
-      }
+      fail_queue(std::current_exception());
     }
   }
 }
 
+void JobPool::fail_queue(const std::exception_ptr& error) {
+  while (!state_->queue.empty()) {
+    state_->queue.front()->use_->over = true;
+    finish(*state_, state_->queue, error);
+  }
+}
+
 void JobPool::work(const std::shared_ptr<State>& state, const std::shared_ptr<Worker>& worker) {
-  std::vector<std::byte> scratch(state->options.scratch_bytes);
+  std::vector<std::byte> scratch;
   std::unique_lock lock(state->board->mutex);
   while (!worker->is_abandoned) {
     state->work.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
     if (state->stopping) {
       break;
     }
-    std::shared_ptr<Job> job = std::move(state->queue.front());
-    state->queue.pop_front();
+    std::shared_ptr<Job> job = state->queue.front();
+    worker->node.splice(worker->node.end(), state->queue, state->queue.begin());
     worker->job = job;
     job->started_ = state->clock->now();
     lock.unlock();
     const auto start = std::chrono::steady_clock::now();
     std::exception_ptr error;
     try {
+      scratch.resize(state->options.scratch_bytes);
       job->run(scratch);
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
     worker->job.reset();
-    job->over_ = true;
+    job->use_->over = true;
     job->seconds_ = to_seconds(std::chrono::steady_clock::now() - start);
     if (!job->finished_) {
-      finish(*state, *job, std::move(error));
+      finish(*state, worker->node, std::move(error));
     }
     state->board->changed.notify_all();
     lock.unlock();
@@ -123,35 +150,23 @@ void JobPool::expire() {
     if (job == nullptr || job->finished_ || now - job->started_ < state.options.limit) {
       continue;
     }
+    auto error = std::make_exception_ptr(AdapterLoadTimeout(to_seconds(state.options.limit)));
     job->stop();
-    finish(state, *job,
-           std::make_exception_ptr(AdapterLoadTimeout(to_seconds(state.options.limit))));
-    if (state.num_abandoned < state.options.max_abandoned) {
-      worker->is_abandoned = true;
-      ++state.num_abandoned;
-    }
+    finish(state, worker->node, std::move(error));
   }
-  std::erase_if(state.workers, [](const auto& worker) { return worker->is_abandoned; });
-  const std::size_t missing = state.options.num_workers - state.workers.size();
-  for (std::size_t i = std::min(missing, state.queue.size()); i > 0; --i) {
-    start_worker();
-  }
+  start_missing_workers();
   fail_queue_if_all_are_stuck();
 }
 
 void JobPool::fail_queue_if_all_are_stuck() {
   State& state = *state_;
   const bool has_room = state.workers.size() < state.options.num_workers;
-  if (has_room ||
+  if (has_room || state.queue.empty() ||
       !std::ranges::all_of(state.workers, [](const auto& worker) { return is_stuck(*worker); })) {
     return;
   }
-  for (const std::shared_ptr<Job>& job : std::exchange(state.queue, {})) {
-    job->over_ = true;
-    finish(state, *job,
-           std::make_exception_ptr(AdapterLoadTimeout(to_seconds(state.options.limit),
-                                                      state.num_abandoned + state.workers.size())));
-  }
+  fail_queue(std::make_exception_ptr(AdapterLoadTimeout(
+      to_seconds(state.options.limit), state.num_abandoned + state.workers.size())));
 }
 
 std::optional<Clock::Time> JobPool::next_expiry() const {
@@ -177,14 +192,11 @@ bool JobPool::is_idle() const {
 void JobPool::stop(const std::exception_ptr& error) {
   State& state = *state_;
   state.stopping = true;
-  for (const std::shared_ptr<Job>& job : std::exchange(state.queue, {})) {
-    job->over_ = true;
-    finish(state, *job, error);
-  }
+  fail_queue(error);
   for (const std::shared_ptr<Worker>& worker : state.workers) {
     if (worker->job != nullptr && !worker->job->finished_) {
       worker->job->stop();
-      finish(state, *worker->job, error);
+      finish(state, worker->node, error);
     }
   }
   state.work.notify_all();

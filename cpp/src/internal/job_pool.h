@@ -11,13 +11,16 @@
 // no thread is left every job fails at once.
 //
 // JobBoard has the one lock of a manager and of its pools. What says so is called with it held.
+// A job's node is made when it is given to the pool and moved from list to list, so that nothing
+// after submit() needs memory for it. Jobs own what others made (plans, buffers of Python), so the
+// last reference to one is never dropped with the lock.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
 #include <exception>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -30,36 +33,53 @@
 namespace pagedlora::internal {
 
 class Job;
+using JobList = std::list<std::shared_ptr<Job>>;
 
 struct JobBoard {
   std::mutex mutex;
-  std::condition_variable changed;             // a job finished or left its thread, or more
-  std::vector<std::shared_ptr<Job>> finished;  // not yet looked at by the manager
+  std::condition_variable changed;  // a job finished or left its thread, or more
+  JobList finished;                 // not yet looked at by the manager
 };
 
-class Job : public PageUse, public std::enable_shared_from_this<Job> {
+// What a job does with the pages of its entries. Outlives the job.
+class JobUse final : public PageUse {
  public:
+  bool is_over() const override { return over || (stopped && !touches_pages); }
+
+  std::atomic<bool> stopped{false};
+  std::atomic<bool> touches_pages{true};  // also after stop(), until run() returns
+  std::atomic<bool> over{false};          // no thread is or will be in run()
+};
+
+class Job : public std::enable_shared_from_this<Job> {
+ public:
+  Job() = default;
+  virtual ~Job() { use_->over = true; }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
   // On a worker, without the lock. May block and throw.
   virtual void run(std::span<std::byte> scratch) = 0;
 
   // With the lock: nobody wants the result any more. The job ends as soon as it can.
-  virtual void stop() noexcept { stopped_ = true; }
+  virtual void stop() noexcept { use_->stopped = true; }
 
   // With the lock.
   bool is_finished() const { return finished_; }
   const std::exception_ptr& error() const { return error_; }  // of a finished job
   double seconds() const { return seconds_; }                 // that run() took
 
-  bool is_over() const override { return over_; }
+  std::shared_ptr<const PageUse> use() const { return use_; }
+  bool is_over() const { return use_->is_over(); }
 
  protected:
-  bool is_stopped() const { return stopped_; }
+  bool is_stopped() const { return use_->stopped; }
+  JobUse& own_use() { return *use_; }
 
  private:
   friend class JobPool;
 
-  std::atomic<bool> stopped_{false};
-  std::atomic<bool> over_{false};  // no thread is or will be in run()
+  const std::shared_ptr<JobUse> use_ = std::make_shared<JobUse>();
   bool finished_ = false;
   std::exception_ptr error_;
   double seconds_ = 0;
@@ -80,7 +100,8 @@ class JobPool {
   JobPool(const JobPool&) = delete;
   JobPool& operator=(const JobPool&) = delete;
 
-  // With the lock. Jobs are taken in the order in which they are given.
+  // With the lock. Jobs are taken in the order in which they are given. Throws std::bad_alloc, and
+  // knows nothing of the job then.
   void submit(std::shared_ptr<Job> job);
 
   // With the lock: finishes the jobs whose time is up.
@@ -101,6 +122,7 @@ class JobPool {
  private:
   struct Worker {
     std::shared_ptr<Job> job;  // that it runs
+    JobList node;              // of that job, until it is finished
     bool is_abandoned = false;
   };
   struct State {
@@ -108,16 +130,18 @@ class JobPool {
     std::shared_ptr<const Clock> clock;
     Options options;
     std::condition_variable work;
-    std::deque<std::shared_ptr<Job>> queue;
+    JobList queue;
     std::vector<std::shared_ptr<Worker>> workers;  // without the abandoned ones
     std::size_t num_abandoned = 0;
     bool stopping = false;
   };
 
   static void work(const std::shared_ptr<State>& state, const std::shared_ptr<Worker>& worker);
-  static void finish(State& state, Job& job, std::exception_ptr error);
+  static void finish(State& state, JobList& from, std::exception_ptr error);
   static bool is_stuck(const Worker& worker);
-  void start_worker();
+  void start_worker() noexcept;
+  void start_missing_workers();
+  void fail_queue(const std::exception_ptr& error);
   void fail_queue_if_all_are_stuck();
 
   std::shared_ptr<State> state_;

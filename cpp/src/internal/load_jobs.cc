@@ -40,8 +40,7 @@ bool SourceLoad::add_device(const FillTarget& device) {
   if (in_use || too_late || is_stopped() || device_ != nullptr) {
     return false;
   }
-  device_use_ = std::make_shared<DeviceUse>();
-  device_use_->load = std::static_pointer_cast<const SourceLoad>(shared_from_this());
+  device_use_ = std::make_shared<DeviceUse>(use());
   device_ = device.pages;
   chunks_skipped_ = chunks_written_;
   return true;
@@ -77,10 +76,10 @@ ScatterTargets::Access SourceLoad::open() {
 }
 
 void SourceLoad::run(std::span<std::byte> scratch) {
+  const std::shared_ptr<const AdapterPlan> plan = std::move(what_.plan);  // dropped on this thread
   if (is_stopped()) {
     throw JobStopped();
   }
-  const std::shared_ptr<const AdapterPlan> plan = std::move(what_.plan);  // dropped on this thread
   const std::unique_ptr<SourceReader> reader = plan->source()->open();
   const ScatterPlan scatter(*what_.config, *plan, *what_.layout);
   source_bytes_ = scatter.source_bytes();
@@ -131,7 +130,7 @@ TierCopy::TierCopy(std::shared_ptr<JobBoard> board, TaskId task, std::shared_ptr
 void TierCopy::run(std::span<std::byte> /*scratch*/) {
   {
     const std::unique_lock lock = wait_for(to_.waits);
-    is_copying_ = true;
+    own_use().touches_pages = true;  // stopped before, it will not copy
   }
   const std::vector<CopyRun> runs = page_runs(from_->view(), to_.pages->view());
   if (direction_ == Direction::to_device) {

@@ -5,6 +5,7 @@
 // it waits for the uses that its pages still have from their last owner, and for nothing else.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -36,7 +37,9 @@ class FillJob : public Job {
   TaskId task() const { return task_; }
 
  protected:
-  FillJob(std::shared_ptr<JobBoard> board, TaskId task) : board_(std::move(board)), task_(task) {}
+  FillJob(std::shared_ptr<JobBoard> board, TaskId task) : board_(std::move(board)), task_(task) {
+    own_use().touches_pages = false;
+  }
 
   JobBoard& board() { return *board_; }
 
@@ -73,7 +76,6 @@ class SourceLoad final : public FillJob, private ScatterTargets {
 
   void run(std::span<std::byte> scratch) override;
   void stop() noexcept override;
-  bool is_over() const override { return Job::is_over() || is_stopped(); }
 
   // Of a job that finished without an error.
   std::uint64_t checksum() const { return checksum_; }
@@ -83,11 +85,9 @@ class SourceLoad final : public FillJob, private ScatterTargets {
  private:
   // Of the device's pages; over, at the latest, with the load.
   struct DeviceUse final : PageUse {
-    bool is_over() const override {
-      const std::shared_ptr<const SourceLoad> whole = load.lock();
-      return is_dropped || whole == nullptr || whole->is_over();
-    }
-    std::weak_ptr<const SourceLoad> load;
+    explicit DeviceUse(std::shared_ptr<const PageUse> load) : of_load(std::move(load)) {}
+    bool is_over() const override { return is_dropped || of_load->is_over(); }
+    const std::shared_ptr<const PageUse> of_load;
     std::atomic<bool> is_dropped{false};
   };
 
@@ -119,15 +119,12 @@ class TierCopy final : public FillJob {
            Direction direction, std::shared_ptr<const OwnTaskPages> from, FillTarget to);
 
   void run(std::span<std::byte> scratch) override;
-  // Stopped before it began to copy, it will not copy.
-  bool is_over() const override { return Job::is_over() || (is_stopped() && !is_copying_); }
 
  private:
   std::shared_ptr<Device> device_;
   Direction direction_;
   std::shared_ptr<const OwnTaskPages> from_;
   FillTarget to_;
-  std::atomic<bool> is_copying_{false};
 };
 
 }  // namespace pagedlora::internal

@@ -16,7 +16,7 @@ class LruPolicy final : public EvictionPolicy {
   LruPolicy& operator=(const LruPolicy&) = delete;
 
   // Looks for the place from the recent end: only what was used since then is passed by.
-  void insert(PolicyNode& node) override {
+  void insert(PolicyNode& node) noexcept override {
     PolicyNode* before = ring_.previous;
     while (before != &ring_ && before->last_use > node.last_use) {
       before = before->previous;
@@ -27,7 +27,7 @@ class LruPolicy final : public EvictionPolicy {
     before->next = &node;
   }
 
-  void erase(PolicyNode& node) override {
+  void erase(PolicyNode& node) noexcept override {
     node.previous->next = node.next;
     node.next->previous = node.previous;
     node.previous = node.next = nullptr;

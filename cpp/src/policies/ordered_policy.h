@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <set>
+#include <utility>
 
 #include "pagedlora/eviction_policy.h"
 
@@ -15,8 +16,11 @@ namespace pagedlora::internal {
 template <class Less>
 class OrderedPolicy : public EvictionPolicy {
  public:
-  void insert(PolicyNode& node) override { nodes_.insert(&node); }
-  void erase(PolicyNode& node) override { nodes_.erase(&node); }
+  void insert(PolicyNode& node) noexcept override {
+    node.tree_node.value() = &node;
+    nodes_.insert(std::move(node.tree_node));
+  }
+  void erase(PolicyNode& node) noexcept override { node.tree_node = nodes_.extract(&node); }
   PolicyNode* victim() override { return nodes_.empty() ? nullptr : *nodes_.begin(); }
   void visit(const std::function<void(const PolicyNode&)>& visitor) const override {
     for (const PolicyNode* node : nodes_) {
