@@ -2,10 +2,10 @@
 
 usage: tally.py NAME=EXIT_STATUS[=JUNIT_XML] ...
 
-A part with a JUnit file counts its test cases, and the failed ones are named; one without counts as a
-single check. A part fails
-as a whole, too, if its exit status is not 0 although no case failed, if its file is missing or
-holds no case, or if it skipped another number of cases than .ci/expected-skips.txt says.
+A part with a JUnit file counts its test cases, and the failed ones are named; one without counts as
+a single check. A part fails as a whole, too, if its exit status is not 0 although no case failed,
+if its file is missing or holds no case, or if it skipped another number of cases than
+.ci/expected-skips.txt says.
 """
 
 import sys

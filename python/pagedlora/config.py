@@ -218,15 +218,23 @@ class SchedulerConfig(_Config):
     """What one step may hold.
 
     Attributes:
-        max_batch_size: Requests that run at once.
+        policy: "guaranteed_no_evict": a request begins when there are KV blocks for its longest
+            answer, and never has to give way. "max_utilization": blocks are taken as they are
+            needed; when they run out, requests of lower precedence are suspended to the host
+            blocks, or compute their context again, so more run at once.
+        max_batch_size: Requests of one step.
         max_num_tokens: Tokens of one step, prompts and generated ones together.
         enable_chunked_prefill: Whether a prompt may be spread over several steps. If not, a
             prompt longer than `max_num_tokens` is refused.
+        max_skip_passes: Steps that may admit others ahead of the oldest request whose adapter is
+            loaded but finds no room.
     """
 
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
     max_batch_size: _Count = 64
     max_num_tokens: _Count = 2048
     enable_chunked_prefill: bool = True
+    max_skip_passes: _Count = 8
 
 
 def resolve_max_lora_rank(lora: LoraConfig, peft_cache: PeftCacheConfig) -> int:

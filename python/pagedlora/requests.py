@@ -11,23 +11,30 @@ from typing import Literal
 from pagedlora.errors import InvalidArgumentError, PagedLoraError
 from pagedlora.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class RequestState(enum.Enum):
     """Where a request is in its life. `TRANSITIONS` has the legal steps."""
 
     WAITING = "waiting"
+    """Nothing is computed of it: it is new, or lost what was computed."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
+    SUSPENDED = "suspended"
+    """What was computed of it is in the host pool."""
     FINISHED = "finished"
     FAILED = "failed"
 
 
+_ENDS = frozenset({RequestState.FINISHED, RequestState.FAILED})
 TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset({RequestState.PREFILLING, RequestState.FAILED}),
-    RequestState.PREFILLING: frozenset({RequestState.DECODING, RequestState.FAILED}),
-    RequestState.DECODING: frozenset({RequestState.FINISHED, RequestState.FAILED}),
+    RequestState.WAITING: _ENDS | {RequestState.PREFILLING},
+    RequestState.PREFILLING: _ENDS
+    | {RequestState.DECODING, RequestState.SUSPENDED, RequestState.WAITING},
+    RequestState.DECODING: _ENDS | {RequestState.SUSPENDED, RequestState.WAITING},
+    RequestState.SUSPENDED: _ENDS
+    | {RequestState.PREFILLING, RequestState.DECODING, RequestState.WAITING},
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
 }
@@ -89,6 +96,8 @@ class LlmRequest:
         sampling_params: How tokens are chosen.
         output_token_ids: What was generated so far.
         num_computed_tokens: Tokens of prompt and output whose keys and values are stored.
+        num_replayed_tokens: Tokens of the output that belong to the context, because their keys and
+            values were lost and are computed again with those of the prompt.
         state: See `RequestState`; changed by `advance_to` only.
         finish_reason: Set when finished.
         error: Set when failed.
@@ -106,6 +115,7 @@ class LlmRequest:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_replayed_tokens: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     error: PagedLoraError | None = None
@@ -117,6 +127,11 @@ class LlmRequest:
         return len(self.prompt_token_ids)
 
     @property
+    def num_context_tokens(self) -> int:
+        """Tokens to compute before the next one can be chosen, or before the first."""
+        return len(self.prompt_token_ids) + self.num_replayed_tokens
+
+    @property
     def max_total_tokens(self) -> int:
         """Prompt and the longest possible answer together, in tokens."""
         return len(self.prompt_token_ids) + self.max_tokens
@@ -125,6 +140,29 @@ class LlmRequest:
     def has_started(self) -> bool:
         """Whether anything was ever computed for it."""
         return self.num_computed_tokens > 0 or bool(self.output_token_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it finished or failed."""
+        return not TRANSITIONS[self.state]
+
+    def context_token_ids(self, begin: int, end: int) -> list[int]:
+        """Tokens `begin` to `end`, exclusive, of the context."""
+        num_prompt = len(self.prompt_token_ids)
+        tokens = list(self.prompt_token_ids[begin:end])
+        if end > num_prompt:
+            tokens += self.output_token_ids[max(0, begin - num_prompt) : end - num_prompt]
+        return tokens
+
+    def restart(self) -> None:
+        """Takes into account that keys and values are lost: all so far is context again.
+
+        Raises:
+            RuntimeError: Nothing was computed of it; nothing was changed.
+        """
+        self.advance_to(RequestState.WAITING)
+        self.num_computed_tokens = 0
+        self.num_replayed_tokens = len(self.output_token_ids)
 
     def advance_to(self, state: RequestState) -> None:
         """Changes the state.
@@ -147,7 +185,7 @@ class CompletionOutput:
         token_ids: The generated tokens, the one that ended the answer included.
         text: Their text without the token that ended the answer; "" without a tokenizer.
         finish_reason: "stop" after an end-of-sequence or stop token, "length" at `max_tokens`
-            or at the model's full length.
+            or at the model's full length, "abort" after `LLM.abort`.
     """
 
     token_ids: list[int]

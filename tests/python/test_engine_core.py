@@ -10,17 +10,20 @@ import torch
 from tests.support.recorded_peft import RecordedLease, RecordedPeftManager
 
 from pagedlora.engine.engine_core import EngineCore
+from pagedlora.engine.live_requests import LiveRequests
 from pagedlora.engine.sampler import uniform
 from pagedlora.engine.step import StepBatch
 from pagedlora.errors import AdapterSourceChangedError, PagedLoraError
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.requests import LlmRequest, RequestState
 from pagedlora.sampling_params import SamplingParams
-from pagedlora.scheduler.arrival_order import ArrivalOrderScheduler
+from pagedlora.scheduler.admission_window import AdmissionWindow
+from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
 
 VOCABULARY = 50
 EOS = 49
 GREEDY = SamplingParams(temperature=0)
+ENDS = (RequestState.FINISHED, RequestState.FAILED)
 
 
 class CountingRunner:
@@ -58,11 +61,19 @@ class Engine:
         self.kv = KVCacheManager(64, 4)
         self.peft = RecordedPeftManager(pages or {7: 1, 8: 1, 9: 1}, device_pages=2)
         self.runner = CountingRunner()
-        scheduler = ArrivalOrderScheduler(
+        scheduler = KVCacheV2Scheduler(
             self.kv, self.peft, max_batch_size=4, max_num_tokens=max_num_tokens
         )
+        live = LiveRequests(
+            self.kv, self.peft, max_num_tokens=max_num_tokens, enable_chunked_prefill=True
+        )
         self.core = EngineCore(
-            self.runner, scheduler, self.kv, self.peft, eos_token_ids=frozenset({EOS})
+            self.runner,
+            scheduler,
+            live,
+            self.peft,
+            AdmissionWindow(self.peft, size=16),
+            eos_token_ids=frozenset({EOS}),
         )
         self._ids = iter(range(1000))
 
@@ -87,7 +98,7 @@ class Engine:
         """Steps to the end; gives the requests in the order in which they ended."""
         ended: list[LlmRequest] = []
         while self.core.has_unfinished:
-            ended += self.core.step()
+            ended += [r for r in self.core.step() if r.state in ENDS]
             self.core.check_invariants()
         assert self.kv.num_used_blocks == 0
         assert not self.peft.owners

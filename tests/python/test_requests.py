@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pagedlora.engine import live_requests
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.requests import (
     TRANSITIONS,
@@ -16,7 +17,6 @@ from pagedlora.requests import (
     RequestOutput,
     RequestState,
 )
-from pagedlora.scheduler import arrival_order
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(RequestState, repeat=2)))
@@ -33,9 +33,14 @@ def test_every_pair_of_states_is_allowed_or_refused_by_the_table(
         assert request.state is start
 
 
-def test_the_scheduler_documents_exactly_these_transitions() -> None:
-    rows = re.findall(r"^\| (\w+) +\| (\w+) +\|", arrival_order.__doc__ or "", re.MULTILINE)
-    documented = {(start, end) for start, end in rows if start != "from"}
+def test_the_engine_documents_exactly_these_transitions() -> None:
+    live = [state.value for state in RequestState if TRANSITIONS[state]]
+    documented = set()
+    for starts, ends in re.findall(
+        r"^\| ([\w, ]+?) +\| ([\w, ]+?) +\|", live_requests.__doc__ or "", re.MULTILINE
+    ):
+        for start in live if starts == "any of these" else starts.split(", "):
+            documented |= {(start, end) for end in ends.split(", ") if start != "from"}
     assert documented == {
         (start.value, end.value) for start, ends in TRANSITIONS.items() for end in ends
     }

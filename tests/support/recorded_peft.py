@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pagedlora.errors import LoraCacheFullError, PagedLoraError, PeftTaskNotCachedError
@@ -31,8 +31,13 @@ class RecordedPeftManager:
     """Counts pages per task in two tiers, with owners, and no memory behind them.
 
     Attributes:
-        calls: (method, request id) in call order.
-        owners: Task to the ids of the requests that added it.
+        calls: (method, request id) in call order: "add", "pause", "done".
+        owners: Task to the ids of the requests that added it, the paused ones among them.
+        paused: Ids of the requests that are paused.
+        loading: Tasks whose load does not end yet.
+        load_errors: Task to the error with which its load ends, in the next poll.
+        prefetched: Ids of the last window.
+        leased_elsewhere: Tasks of leases that others hold.
         add_errors: Task to the error that its next adds raise.
         ensure_errors: Task to the error that its requests get in `ensure_batch`.
         leases: All leases, oldest first.
@@ -54,6 +59,12 @@ class RecordedPeftManager:
         self.page_bytes = 64
         self.calls: list[tuple[str, int]] = []
         self.owners: dict[int, set[int]] = {}
+        self.paused: set[int] = set()
+        self.failed: dict[int, PagedLoraError] = {}
+        self.loading: set[int] = set()
+        self.load_errors: dict[int, PagedLoraError] = {}
+        self.prefetched: list[int] = []
+        self.leased_elsewhere: set[int] = set()
         self.add_errors: dict[int, PagedLoraError] = {}
         self.ensure_errors: dict[int, PagedLoraError] = {}
         self.leases: list[RecordedLease] = []
@@ -87,10 +98,50 @@ class RecordedPeftManager:
                 evictable_pages=0,
             )
         self.owners.setdefault(task, set()).add(request.request_id)
+        self.paused.discard(request.request_id)
+
+    def adapter_state(self, request: Any) -> str:
+        """As the real one's."""
+        task = request.lora_task_id
+        if request.request_id in self.failed:
+            return "failed"
+        if task is None:
+            return "ready"
+        if request.request_id not in self.owners.get(task, ()):
+            return "waiting"
+        return "loading" if task in self.loading else "ready"
+
+    def adapter_error(self, request: Any) -> PagedLoraError | None:
+        """Why its load failed."""
+        return self.failed.get(request.request_id)
+
+    def poll(self, timeout_s: float = 0.0) -> list[int]:
+        """Loads that fail do so now."""
+        failed: list[int] = []
+        for task, error in self.load_errors.items():
+            for request_id in sorted(self.owners.pop(task, ())):
+                self.failed[request_id] = error
+                self.paused.discard(request_id)
+                failed.append(request_id)
+        return failed
+
+    def prefetch(self, requests: Iterable[Any]) -> None:
+        """Remembers the window."""
+        self.prefetched = [request.request_id for request in requests]
+
+    def open_lease_tasks(self) -> set[int]:
+        """Tasks of leases that others hold."""
+        return self.leased_elsewhere
 
     def mark_request_done(self, request: Any, pause: bool = False) -> None:
-        """Removes an owner."""
-        self.calls.append(("done", request.request_id))
+        """Removes an owner, or pauses it."""
+        self.calls.append(("pause" if pause else "done", request.request_id))
+        if pause:
+            assert request.request_id in self.owners.get(request.lora_task_id, ()), "no owner"
+            self.paused.add(request.request_id)
+            return
+        self.paused.discard(request.request_id)
+        self.failed.pop(request.request_id, None)
         owners = self.owners.get(request.lora_task_id, set())
         owners.discard(request.request_id)
         if not owners:
@@ -101,6 +152,7 @@ class RecordedPeftManager:
         requests = [r for r in (*context, *generation) if r.lora_task_id is not None]
         for request in requests:
             assert request.request_id in self.owners[request.lora_task_id]
+            assert request.request_id not in self.paused, "a paused request is in a batch"
         used = sum(self._pages[task] for task in {r.lora_task_id for r in requests})
         assert used <= self.max_device_pages, "the scheduler overspent the device tier"
         errors = {

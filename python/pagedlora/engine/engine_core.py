@@ -1,19 +1,35 @@
-"""One step after the other: schedule, lease the adapters, forward, sample. No files, no text."""
+"""The step loop: loads, admission, scheduling, forward, sampling.
+
+One step, in this order:
+
+1. Loads that ended take effect; requests whose adapter failed to load fail.
+2. Aborted requests end.
+3. Waiting requests become owners of their adapters, and what they will need is loaded ahead.
+4. The scheduler decides; who gave way is suspended, or computes its context again.
+5. The adapters of the batch are made resident and leased; without its adapter a request fails.
+6. The forward.
+7. The lease ends, tokens are chosen, requests that are complete end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from pagedlora.engine.live_requests import LiveRequests
 from pagedlora.engine.sampler import TokenChoice, sample_tokens
 from pagedlora.engine.step import ScheduledSequence, StepBatch
-from pagedlora.errors import NonFiniteLogitsError, PagedLoraError
-from pagedlora.kv_cache import KVCacheManager
+from pagedlora.errors import CapacityError, NonFiniteLogitsError, PagedLoraError
 from pagedlora.requests import FinishReason, LlmRequest, RequestState
-from pagedlora.scheduler.arrival_order import ArrivalOrderScheduler
-from pagedlora.scheduler.step import PeftManager, ScheduledStep
+from pagedlora.scheduler.admission_window import AdmissionWindow, PeftQueueManager
+from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
+from pagedlora.scheduler.step import PeftManager, SchedulerOutput
+
+_IDLE_POLL_S = 0.05
+"""How long a step waits for a load when nothing else can be done."""
 
 
 class Lease(Protocol):
@@ -27,11 +43,17 @@ class Lease(Protocol):
         """Ends the hold on the adapters' pages."""
 
 
-class LeasingPeftManager(PeftManager, Protocol):
+class EnginePeftManager(PeftManager, PeftQueueManager, Protocol):
     """What the engine uses of a `PeftCacheManager`."""
 
+    def poll(self, timeout_s: float = 0.0, /) -> list[int]:
+        """Lets ended loads take effect; gives the ids of requests that failed by it."""
+
+    def adapter_error(self, request: Any, /) -> Exception | None:
+        """Why a request's adapter failed to load."""
+
     def ensure_batch(
-        self, context_requests: Sequence[Any], generation_requests: Sequence[Any], /
+        self, context_requests: Iterable[Any], generation_requests: Iterable[Any], /
     ) -> Any:
         """Makes the adapters of a batch resident and leases them; gives a `Lease`."""
 
@@ -46,15 +68,17 @@ class Runner(Protocol):
 class EngineCore:
     """Runs requests to their end.
 
-    Not thread-safe. After an exception out of `step`, `abort_all` makes it usable again.
+    Not thread-safe, but for `abort`. After an exception out of `step`, `abort_all` makes it usable
+    again.
     """
 
     def __init__(
         self,
         runner: Runner,
-        scheduler: ArrivalOrderScheduler,
-        kv_cache_manager: KVCacheManager,
-        peft_cache_manager: LeasingPeftManager | None,
+        scheduler: KVCacheV2Scheduler,
+        live: LiveRequests,
+        peft_cache_manager: EnginePeftManager | None,
+        window: AdmissionWindow | None,
         *,
         eos_token_ids: frozenset[int],
     ) -> None:
@@ -63,20 +87,26 @@ class EngineCore:
         Args:
             runner: Computes the steps.
             scheduler: Uses the same two managers.
-            kv_cache_manager: Has the block tables of the runner's KV tensors.
+            live: Uses the same two managers; their blocks are those of the runner's KV tensors.
             peft_cache_manager: Has the adapters; None if no request has one.
+            window: Over the same adapters; None without them.
             eos_token_ids: The model's end-of-sequence tokens.
         """
         self._runner = runner
         self._scheduler = scheduler
-        self._kv = kv_cache_manager
+        self._live = live
+        self._kv = live.kv
         self._peft = peft_cache_manager
+        self._window = window
         self._eos_token_ids = eos_token_ids
+        self._aborted: set[int] = set()
+        self._abort_lock = threading.Lock()
+        self._is_idle = False
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is live."""
-        return self._scheduler.has_unfinished
+        return len(self._live) != 0
 
     def add(self, request: LlmRequest) -> None:
         """Takes a new request, whose sampling parameters have a seed.
@@ -84,76 +114,170 @@ class EngineCore:
         Raises:
             CapacityError: It can never run with the configured sizes; it was not taken.
         """
-        self._scheduler.add(request)
+        self._live.add(request)
+        self._is_idle = False
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request in the next step, with what it has; unknown ones are ignored.
+
+        From any thread.
+        """
+        with self._abort_lock:
+            self._aborted.add(request_id)
 
     def step(self) -> list[LlmRequest]:
         """Computes one step.
 
         Returns:
-            The requests that ended in it, finished or failed; they hold nothing any more.
+            The requests that got a token or ended in it, each once; those that ended hold nothing
+            any more.
 
         Raises:
             Exception: The forward failed, or the adapter cache was misused from outside. All
                 live requests still hold what they held: call `abort_all`.
         """
-        step = self._scheduler.schedule()
-        ended = list(step.failed)
-        lease = self._lease(step)
+        ended = self._take_loads() + self._end_aborted() + self._admit()
+        output = self._scheduler.schedule_request(list(self._live))
+        self._make_way(output)
+        ended += self._fail_all(output.failed)
+        lease = self._lease(output)
         try:
             if lease is not None:
-                ended += self._fail_unleased(step, lease)
-            sequences, sampled = self._sequences(step)
+                ended += self._fail_unleased(output, lease)
+            sequences, sampled = self._sequences(output)
+            self._is_idle = not sequences and not output.suspended and not output.recompute_paused
             if not sequences:
-                return ended
+                return ended + self._fail_stuck(has_news=bool(ended))
             logits = self._runner.forward(StepBatch(sequences), lease)
         finally:
             if lease is not None:
                 lease.close()
-        self._scheduler.complete(step)
+        self._note_computed(output)
         return ended + self._sample(logits, sampled)
 
     def abort_all(self, error: PagedLoraError) -> None:
         """Fails all live requests and takes back everything they held."""
-        self._scheduler.abort_all(error)
+        self._live.abort_all(error)
+        self._aborted.clear()
+        self._is_idle = False
 
     def check_invariants(self) -> None:
-        """Verifies the bookkeeping of scheduler and KV blocks; raises AssertionError."""
-        self._scheduler.check_invariants()
+        """Verifies the bookkeeping of the KV blocks; raises AssertionError."""
+        self._kv.check_invariants()
 
-    def _lease(self, step: ScheduledStep) -> Lease | None:
+    def _take_loads(self) -> list[LlmRequest]:
+        """Step 1; waits a little if there was nothing to compute."""
+        if self._peft is None:
+            return []
+        failed: list[LlmRequest] = []
+        for request_id in self._peft.poll(_IDLE_POLL_S if self._is_idle else 0.0):
+            request = self._live.get(request_id)
+            if request is not None:
+                error = self._peft.adapter_error(request)
+                if not isinstance(error, PagedLoraError):
+                    error = PagedLoraError(f"the adapter could not be loaded: {error!r}")
+                self._live.fail(request, error)
+                failed.append(request)
+        return failed
+
+    def _end_aborted(self) -> list[LlmRequest]:
+        """Step 2."""
+        if not self._aborted:
+            return []
+        with self._abort_lock:
+            aborted, self._aborted = self._aborted, set()
+        ended = [request for request in self._live if request.request_id in aborted]
+        for request in ended:
+            self._live.finish(request, "abort")
+        return ended
+
+    def _admit(self) -> list[LlmRequest]:
+        """Step 3."""
+        if self._window is None:
+            return []
+        waiting = [
+            request
+            for request in self._live
+            if request.state in (RequestState.WAITING, RequestState.SUSPENDED)
+        ]
+        waiting.sort(key=self._scheduler.precedence)
+        return self._fail_all(self._window.update(waiting))
+
+    def _fail_all(self, failed: Sequence[tuple[LlmRequest, PagedLoraError]]) -> list[LlmRequest]:
+        for request, error in failed:
+            self._live.fail(request, error)
+        return [request for request, _ in failed]
+
+    def _make_way(self, output: SchedulerOutput) -> None:
+        """Step 4: what the decision means for the requests' states."""
+        for request in output.suspended:
+            request.advance_to(RequestState.SUSPENDED)
+        for request in output.recompute_paused:
+            request.restart()
+        for chunk in output.context:
+            if chunk.request.state is not RequestState.PREFILLING:
+                chunk.request.advance_to(RequestState.PREFILLING)
+        for request in output.generation:
+            if request.state is not RequestState.DECODING:
+                request.advance_to(RequestState.DECODING)
+
+    def _fail_stuck(self, *, has_news: bool) -> list[LlmRequest]:
+        """Nothing could be computed: if nothing will change that, the head of the queue fails."""
+        waits_for_load = self._peft is not None and any(
+            request.lora_task_id is not None and self._peft.adapter_state(request) == "loading"
+            for request in self._live
+        )
+        if has_news or not self._is_idle or waits_for_load or not len(self._live):
+            return []
+        first = min(self._live, key=self._scheduler.precedence)
+        error: PagedLoraError = CapacityError(
+            f"request {first.request_id} cannot run, and nothing else does that it could wait for"
+        )
+        head = None if self._window is None else self._window.head
+        if head is not None and self._live.get(head[0].request_id) is head[0]:
+            first, error = head
+        self._live.fail(first, error)
+        return [first]
+
+    def _lease(self, output: SchedulerOutput) -> Lease | None:
         """Leases the adapters of the step; None if it needs none."""
-        context = [chunk.request for chunk in step.context]
+        context = [chunk.request for chunk in output.context]
         if self._peft is None or all(
-            request.lora_task_id is None for request in (*context, *step.generation)
+            request.lora_task_id is None for request in (*context, *output.generation)
         ):
             return None
-        lease: Lease = self._peft.ensure_batch(context, step.generation)
+        lease: Lease = self._peft.ensure_batch(context, output.generation)
         return lease
 
-    def _fail_unleased(self, step: ScheduledStep, lease: Lease) -> list[LlmRequest]:
+    def _fail_unleased(self, output: SchedulerOutput, lease: Lease) -> list[LlmRequest]:
         """Fails the requests of the step whose adapter could not be made resident."""
         errors = lease.errors
         if not errors:
             return []
-        requests = [*step.generation, *(chunk.request for chunk in step.context)]
-        failed = [request for request in requests if request.request_id in errors]
-        for request in failed:
-            self._scheduler.fail(request, errors[request.request_id])
-        return failed
+        requests = [*output.generation, *(chunk.request for chunk in output.context)]
+        return self._fail_all(
+            [
+                (request, errors[request.request_id])
+                for request in requests
+                if request.request_id in errors
+            ]
+        )
 
-    def _sequences(self, step: ScheduledStep) -> tuple[list[ScheduledSequence], list[LlmRequest]]:
+    def _sequences(
+        self, output: SchedulerOutput
+    ) -> tuple[list[ScheduledSequence], list[LlmRequest]]:
         """The row of the step's live requests, and those that get logits, in the same order."""
         sequences: list[ScheduledSequence] = []
         sampled: list[LlmRequest] = []
-        for request in step.generation:
+        for request in output.generation:
             if request.state is RequestState.DECODING:
                 tokens = request.output_token_ids[-1:]
                 sequences.append(self._sequence(request, tokens, sample=True))
                 sampled.append(request)
-        for chunk in step.context:
+        for chunk in output.context:
             request, begin = chunk.request, chunk.request.num_computed_tokens
             if request.state is RequestState.PREFILLING:
-                tokens = list(request.prompt_token_ids[begin : begin + chunk.num_tokens])
+                tokens = request.context_token_ids(begin, begin + chunk.num_tokens)
                 sequences.append(self._sequence(request, tokens, sample=chunk.is_last))
                 if chunk.is_last:
                     sampled.append(request)
@@ -171,24 +295,33 @@ class EngineCore:
             sample=sample,
         )
 
+    def _note_computed(self, output: SchedulerOutput) -> None:
+        """The step's requests that are still live were computed."""
+        for request in output.generation:
+            if request.state is RequestState.DECODING:
+                request.num_computed_tokens += 1
+        for chunk in output.context:
+            request = chunk.request
+            if request.state is RequestState.PREFILLING:
+                request.num_computed_tokens += chunk.num_tokens
+                if request.num_computed_tokens == request.num_context_tokens:
+                    request.advance_to(RequestState.DECODING)
+
     def _sample(self, logits: torch.Tensor, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
-        """Gives each request its next token; returns those that ended with it."""
+        """Gives each request its next token, and ends those that are complete with it."""
         choices = [
             TokenChoice(request.sampling_params, len(request.output_token_ids))
             for request in requests
         ]
-        ended: list[LlmRequest] = []
         for request, token in zip(requests, sample_tokens(logits, choices), strict=True):
             if token is None:
-                self._scheduler.fail(request, _not_finite(request))
-                ended.append(request)
+                self._live.fail(request, _not_finite(request))
                 continue
             request.output_token_ids.append(token)
-            request.finish_reason = self._finish_reason(request, token)
-            if request.finish_reason is not None:
-                self._scheduler.finish(request)
-                ended.append(request)
-        return ended
+            reason = self._finish_reason(request, token)
+            if reason is not None:
+                self._live.finish(request, reason)
+        return list(requests)
 
     def _finish_reason(self, request: LlmRequest, token: int) -> FinishReason | None:
         """Why the request ends after `token`, its newest; None if it goes on."""

@@ -232,9 +232,10 @@ class LLM:
                 except PagedLoraError as error:
                     outputs[request_id] = RequestOutput(request_id, token_ids, [], error=error)
             while core.has_unfinished:
-                for ended in core.step():
-                    outputs[ended.request_id] = processor.make_output(ended)
-                    parts.adapters.release(ended)
+                for request in core.step():
+                    if request.has_ended:
+                        outputs[request.request_id] = processor.make_output(request)
+                        parts.adapters.release(request)
         except BaseException:
             core.abort_all(interrupted)
             raise

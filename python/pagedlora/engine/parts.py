@@ -10,6 +10,7 @@ from pagedlora.engine.adapter_names import AdapterNames
 from pagedlora.engine.admission import admit
 from pagedlora.engine.engine_core import EngineCore
 from pagedlora.engine.kv_tensors import bytes_per_block
+from pagedlora.engine.live_requests import LiveRequests
 from pagedlora.engine.loading import LoadedModel, parse_dtype
 from pagedlora.engine.model_runner import ModelRunner
 from pagedlora.engine.model_spec import ModelSpec
@@ -20,7 +21,11 @@ from pagedlora.lora_manager import LoraManager
 from pagedlora.memory import available_memory_bytes
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
-from pagedlora.scheduler.arrival_order import ArrivalOrderScheduler
+from pagedlora.scheduler.admission_window import AdmissionWindow
+from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
+
+_WINDOW_BATCHES = 4
+"""Full batches of waiting requests that may own their adapters before they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +81,6 @@ def build_parts(
             spec=spec,
         )
         closers.callback(runner.close)
-        scheduler = ArrivalOrderScheduler(
-            kv,
-            cache,
-            max_batch_size=scheduler_config.max_batch_size,
-            max_num_tokens=scheduler_config.max_num_tokens,
-            enable_chunked_prefill=scheduler_config.enable_chunked_prefill,
-        )
         manager = LoraManager(
             cache.model_config,
             cache,
@@ -95,9 +93,40 @@ def build_parts(
             lora_manager=manager,
             adapters=adapters,
             processor=RequestProcessor(loaded, adapters),
-            core=EngineCore(runner, scheduler, kv, cache, eos_token_ids=loaded.eos_token_ids),
+            core=_core(runner, kv, cache, scheduler_config, loaded.eos_token_ids),
             closers=closers.pop_all(),
         )
+
+
+def _core(
+    runner: ModelRunner,
+    kv: KVCacheManager,
+    cache: PeftCacheManager,
+    config: SchedulerConfig,
+    eos_token_ids: frozenset[int],
+) -> EngineCore:
+    """The step loop with its scheduler."""
+    scheduler = KVCacheV2Scheduler(
+        kv,
+        cache,
+        policy=config.policy,
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        max_skip_passes=config.max_skip_passes,
+    )
+    live = LiveRequests(
+        kv,
+        cache,
+        max_num_tokens=config.max_num_tokens,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )
+    window = AdmissionWindow(
+        cache,
+        size=_WINDOW_BATCHES * config.max_batch_size,
+        max_skip_passes=config.max_skip_passes,
+    )
+    return EngineCore(runner, scheduler, live, cache, window, eos_token_ids=eos_token_ids)
 
 
 def _adapter_cache(

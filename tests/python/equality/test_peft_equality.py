@@ -44,7 +44,7 @@ def test_mixed_batches_under_pressure_answer_as_peft_does(
         stats = bench.llm.peft_cache_manager.stats
         assert stats.device.tasks_evicted >= 3
         assert stats.host.tasks_evicted >= 3
-        assert stats.source_rereads >= 3
+        assert stats.source_rereads >= 2
         assert_rows_were_ragged(bench.recorder)
 
 
@@ -70,6 +70,7 @@ def test_base_rows_do_not_notice_the_adapters(
 ) -> None:
     bench, cases = roomy_of(family), make_cases(family)
     bases = [position for position, case in enumerate(cases) if case.adapter is None]
+    bench.ask(cases)  # from now on the adapters are there, and nobody waits for one
     mixed = bench.ask(cases)
     # All of the base: the same steps, but for the adapters.
     alone = bench.ask([Case(None, case.prompt) for case in cases])

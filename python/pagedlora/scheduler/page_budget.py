@@ -1,0 +1,78 @@
+"""Device pages that the adapters of one batch may take together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pagedlora.errors import AdapterTooLargeError
+from pagedlora.scheduler.step import PeftManager
+
+
+class PageBudget:
+    """The distinct tasks of a batch and of open leases against the device tier.
+
+    An adapter counts once, however many requests use it. One budget serves one pass.
+    """
+
+    def __init__(self, peft: PeftManager | None, pages_of_task: dict[int, int]) -> None:
+        """Counts the tasks of open leases.
+
+        Args:
+            peft: None: every adapter counts nothing.
+            pages_of_task: What earlier passes learned; a lease's task that is not in it, because
+                somebody else leased it, counts nothing. Updated.
+        """
+        self._peft = peft
+        self._pages_of_task = pages_of_task
+        self._limit = 0 if peft is None else peft.max_device_pages
+        self._asked: set[int] = set()
+        self._claimed: set[int] = set()
+        self._pages = 0
+        if peft is not None:
+            self._claim_tasks(peft.open_lease_tasks())
+
+    def pages_missing_for(self, request: Any) -> int:
+        """Pages that the batch needs more with the request; 0 if its adapter is counted.
+
+        Raises:
+            AdapterTooLargeError: The tier could not hold the adapter alone.
+            PagedLoraError: The manager does not know the adapter.
+        """
+        task_id = request.lora_task_id
+        if self._peft is None or task_id is None or task_id in self._claimed:
+            return 0
+        if task_id not in self._asked:
+            self._pages_of_task[task_id] = self._peft.determine_num_pages(request)
+            self._asked.add(task_id)
+        pages = self._pages_of_task[task_id]
+        if pages > self._limit:
+            raise self._too_large(pages)
+        return pages
+
+    def fits(self, pages: int) -> bool:
+        """Whether so many pages more are left."""
+        return self._pages + pages <= self._limit or pages == 0
+
+    def claim(self, request: Any) -> None:
+        """Counts the request's adapter."""
+        pages = self.pages_missing_for(request)
+        if pages:
+            self._pages += pages
+            self._claimed.add(request.lora_task_id)
+
+    def _claim_tasks(self, task_ids: Iterable[int]) -> None:
+        for task_id in task_ids:
+            self._claimed.add(task_id)
+            self._pages += self._pages_of_task.get(task_id, 0)
+
+    def _too_large(self, pages: int) -> AdapterTooLargeError:
+        page_bytes = int(getattr(self._peft, "page_bytes", 0))
+        return AdapterTooLargeError(
+            f"the adapter needs {pages} device pages of {page_bytes} bytes, but there are "
+            f"{self._limit}; raise PeftCacheConfig.device_cache_size",
+            tier="device",
+            needed_pages=pages,
+            total_pages=self._limit,
+            page_bytes=page_bytes,
+        )
