@@ -6,12 +6,23 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from pagedlora.errors import InvalidArgumentError, PagedLoraError
 from pagedlora.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class AnswerText(Protocol):
+    """What the engine uses of an answer's text."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found."""
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> None:
+        """Takes the next token."""
 
 
 class RequestState(enum.Enum):
@@ -95,6 +106,8 @@ class LlmRequest:
         max_tokens: Most tokens to generate; already cut to what the model's length leaves.
         sampling_params: How tokens are chosen.
         output_token_ids: What was generated so far.
+        output_logprobs: For each of them what `SamplingParams.logprobs` asks for, if it asks.
+        text: The answer as text while it grows; None where nobody needs it.
         num_computed_tokens: Tokens of prompt and output whose keys and values are stored.
         num_replayed_tokens: Tokens of the output that belong to the context, because their keys and
             values were lost and are computed again with those of the prompt.
@@ -114,6 +127,8 @@ class LlmRequest:
     max_tokens: int = 16
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     output_token_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[dict[int, float]] = field(default_factory=list)
+    text: AnswerText | None = None
     num_computed_tokens: int = 0
     num_replayed_tokens: int = 0
     state: RequestState = RequestState.WAITING
@@ -179,18 +194,22 @@ class LlmRequest:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer.
+    """One answer, or in a stream what is new of it.
 
     Attributes:
         token_ids: The generated tokens, the one that ended the answer included.
-        text: Their text without the token that ended the answer; "" without a tokenizer.
-        finish_reason: "stop" after an end-of-sequence or stop token, "length" at `max_tokens`
-            or at the model's full length, "abort" after `LLM.abort`.
+        text: Their text without the token or the string that ended the answer; "" without a
+            tokenizer.
+        finish_reason: "stop" after an end-of-sequence or stop token or a stop string, "length" at
+            `max_tokens` or at the model's full length, "abort" after `LLM.abort`. None: more will
+            come.
+        logprobs: For each token the log probabilities by token, if `SamplingParams.logprobs` asked.
     """
 
     token_ids: list[int]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pagedlora.errors import InvalidArgumentError
 
 _MAX_SEED = 2**64 - 1
+_MAX_LOGPROBS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,31 +19,44 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Most tokens to generate, at least 1.
+        min_tokens: Tokens before which nothing but `max_tokens` ends the answer: those that would
+            end it are not chosen. At most `max_tokens`.
         temperature: Divides the logits; 0 takes the most probable token (greedy).
         top_k: Choose among the `top_k` most probable tokens; 0 or -1 among all.
         top_p: Choose among the fewest most probable tokens whose probabilities (after `top_k`)
             reach `top_p`; 1 among all.
         seed: Same seed, same tokens, whatever else is in the batch. None draws one at random
             for each request.
+        stop: A string or strings that end the answer, which is cut before it; needs a tokenizer.
         stop_token_ids: Tokens that end the answer beside the model's own end of sequence.
         ignore_eos: Go on after the model's end of sequence (not after `stop_token_ids`).
+        logprobs: Report, for each token, the log probabilities of so many most probable tokens and
+            of the one that was chosen, by the model's own logits (before temperature, `top_k` and
+            `top_p`); None: do not.
 
     Raises:
         InvalidArgumentError: A value is out of range; the message names the field.
     """
 
     max_tokens: int = 16
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         max_tokens = _integer("max_tokens", self.max_tokens)
         if max_tokens < 1:
             raise InvalidArgumentError(f"max_tokens is {max_tokens}: it must be at least 1")
+        if not 0 <= _integer("min_tokens", self.min_tokens) <= max_tokens:
+            raise InvalidArgumentError(
+                f"min_tokens is {self.min_tokens}: it must be from 0 to max_tokens {max_tokens}"
+            )
         temperature = _number("temperature", self.temperature)
         if not 0.0 <= temperature < math.inf:
             raise InvalidArgumentError(
@@ -62,6 +76,14 @@ class SamplingParams:
             raise InvalidArgumentError(
                 f"seed is {self.seed}: it must be from 0 to 2^64 - 1, or None for a random one"
             )
+        if (
+            self.logprobs is not None
+            and not 0 <= _integer("logprobs", self.logprobs) <= _MAX_LOGPROBS
+        ):
+            raise InvalidArgumentError(
+                f"logprobs is {self.logprobs}: it must be from 0 to {_MAX_LOGPROBS}, or None"
+            )
+        object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 
     @property
@@ -91,6 +113,18 @@ def _number(name: str, value: object) -> float:
     if math.isnan(number):
         raise InvalidArgumentError(f"{name} is NaN: it must be a number")
     return number
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    """`value` as a tuple of strings that are not empty."""
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, (list, tuple, set, frozenset)) or not all(
+        isinstance(string, str) and string for string in strings
+    ):
+        raise InvalidArgumentError(
+            f"stop is {value!r:.200}: it must be a string, or a list of strings, not empty"
+        )
+    return tuple(strings)
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

@@ -20,10 +20,12 @@ from typing import Any, Protocol
 import torch
 
 from pagedlora.engine.live_requests import LiveRequests
-from pagedlora.engine.sampler import TokenChoice, sample_tokens
+from pagedlora.engine.sampler import TokenChoice, sample_tokens, top_logprobs
 from pagedlora.engine.step import ScheduledSequence, StepBatch
+from pagedlora.engine.step_stats import StepStats
 from pagedlora.errors import CapacityError, NonFiniteLogitsError, PagedLoraError
 from pagedlora.requests import FinishReason, LlmRequest, RequestState
+from pagedlora.sampling_params import SamplingParams
 from pagedlora.scheduler.admission_window import AdmissionWindow, PeftQueueManager
 from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
 from pagedlora.scheduler.step import PeftManager, SchedulerOutput
@@ -81,6 +83,7 @@ class EngineCore:
         window: AdmissionWindow | None,
         *,
         eos_token_ids: frozenset[int],
+        stats: StepStats | None = None,
     ) -> None:
         """Takes over the parts; it closes none of them.
 
@@ -91,6 +94,7 @@ class EngineCore:
             peft_cache_manager: Has the adapters; None if no request has one.
             window: Over the same adapters; None without them.
             eos_token_ids: The model's end-of-sequence tokens.
+            stats: Told what each step did.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -99,6 +103,7 @@ class EngineCore:
         self._peft = peft_cache_manager
         self._window = window
         self._eos_token_ids = eos_token_ids
+        self._stats = stats
         self._aborted: set[int] = set()
         self._abort_lock = threading.Lock()
         self._is_idle = False
@@ -136,18 +141,28 @@ class EngineCore:
             Exception: The forward failed, or the adapter cache was misused from outside. All
                 live requests still hold what they held: call `abort_all`.
         """
-        ended = self._take_loads() + self._end_aborted() + self._admit()
+        changed = self._take_loads() + self._end_aborted() + self._admit()
         output = self._scheduler.schedule_request(list(self._live))
         self._make_way(output)
-        ended += self._fail_all(output.failed)
+        changed += self._fail_all(output.failed)
+        changed += self._compute(output)
+        if not changed:
+            changed = self._fail_stuck()
+        if self._stats is not None:
+            self._stats.record(output, self._live, changed)
+        return changed
+
+    def _compute(self, output: SchedulerOutput) -> list[LlmRequest]:
+        """Steps 5 to 7."""
+        ended: list[LlmRequest] = []
         lease = self._lease(output)
         try:
             if lease is not None:
-                ended += self._fail_unleased(output, lease)
+                ended = self._fail_unleased(output, lease)
             sequences, sampled = self._sequences(output)
-            self._is_idle = not sequences and not output.suspended and not output.recompute_paused
+            self._is_idle = not (sequences or output.suspended or output.recompute_paused)
             if not sequences:
-                return ended + self._fail_stuck(has_news=bool(ended))
+                return ended
             logits = self._runner.forward(StepBatch(sequences), lease)
         finally:
             if lease is not None:
@@ -221,13 +236,15 @@ class EngineCore:
             if request.state is not RequestState.DECODING:
                 request.advance_to(RequestState.DECODING)
 
-    def _fail_stuck(self, *, has_news: bool) -> list[LlmRequest]:
-        """Nothing could be computed: if nothing will change that, the head of the queue fails."""
+    def _fail_stuck(self) -> list[LlmRequest]:
+        """If nothing was computed and nothing will change that, the head of the queue fails."""
+        if not self._is_idle or not len(self._live):
+            return []
         waits_for_load = self._peft is not None and any(
             request.lora_task_id is not None and self._peft.adapter_state(request) == "loading"
             for request in self._live
         )
-        if has_news or not self._is_idle or waits_for_load or not len(self._live):
+        if waits_for_load:
             return []
         first = min(self._live, key=self._scheduler.precedence)
         error: PagedLoraError = CapacityError(
@@ -309,28 +326,41 @@ class EngineCore:
 
     def _sample(self, logits: torch.Tensor, requests: Sequence[LlmRequest]) -> list[LlmRequest]:
         """Gives each request its next token, and ends those that are complete with it."""
-        choices = [
-            TokenChoice(request.sampling_params, len(request.output_token_ids))
-            for request in requests
-        ]
-        for request, token in zip(requests, sample_tokens(logits, choices), strict=True):
+        tokens = sample_tokens(logits, [self._choice(request) for request in requests])
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             if token is None:
                 self._live.fail(request, _not_finite(request))
                 continue
             request.output_token_ids.append(token)
+            num_logprobs = request.sampling_params.logprobs
+            if num_logprobs is not None:
+                request.output_logprobs.append(top_logprobs(logits[row], token, num_logprobs))
             reason = self._finish_reason(request, token)
             if reason is not None:
                 self._live.finish(request, reason)
         return list(requests)
 
+    def _choice(self, request: LlmRequest) -> TokenChoice:
+        params, index = request.sampling_params, len(request.output_token_ids)
+        banned: frozenset[int] = frozenset()
+        if index < params.min_tokens:
+            banned = self._stop_token_ids(params)
+        return TokenChoice(params, index, banned)
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        model_eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        return model_eos.union(params.stop_token_ids)
+
     def _finish_reason(self, request: LlmRequest, token: int) -> FinishReason | None:
         """Why the request ends after `token`, its newest; None if it goes on."""
-        params = request.sampling_params
-        if token in params.stop_token_ids:
+        params, num_tokens = request.sampling_params, len(request.output_token_ids)
+        if token in self._stop_token_ids(params):
             return "stop"
-        if token in self._eos_token_ids and not params.ignore_eos:
-            return "stop"
-        return "length" if len(request.output_token_ids) == request.max_tokens else None
+        if request.text is not None:
+            request.text.push(token, may_stop=num_tokens >= params.min_tokens)
+            if request.text.is_stopped:
+                return "stop"
+        return "length" if num_tokens == request.max_tokens else None
 
 
 def _not_finite(request: LlmRequest) -> NonFiniteLogitsError:

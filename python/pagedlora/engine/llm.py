@@ -22,6 +22,8 @@ from pagedlora.config import (
 from pagedlora.engine.loading import load_model
 from pagedlora.engine.parts import EngineParts, build_parts
 from pagedlora.engine.prompts import Prompt, as_prompt_list, one_per_prompt
+from pagedlora.engine.request_stream import RequestStream
+from pagedlora.engine.step_loop import StepLoop
 from pagedlora.errors import InvalidArgumentError, PagedLoraError
 from pagedlora.lora_manager import AdapterInfo, LoraManager
 from pagedlora.peft_cache import PeftCacheManager
@@ -33,9 +35,12 @@ class LLM:
     """A base model that answers with any of its registered adapters.
 
     Use as a context manager, or call `close()`: a live module is given back unchanged then, and
-    must not be called by others before. `generate()` raises beside a running one, and `close()`
-    waits for it; adapters may be loaded and unloaded at any time, from any thread. Ctrl-C ends
-    `generate()` and leaves the object usable. After `close()` all else raises.
+    must not be called by others before. Threads: `generate_async()`, `abort()` and loading and
+    unloading adapters are for any thread at any time; requests of several `generate_async()` share
+    batches. `generate()` computes on the caller's thread: it raises beside a running one and while
+    streams are unfinished, and a stream begun beside it starts after it. `close()` waits for
+    `generate()` and aborts streams. Ctrl-C ends `generate()` and leaves the object usable. After
+    `close()` all else raises.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class LLM:
         scheduler_config: SchedulerConfig | None = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
+        enable_stats: bool = False,
     ) -> None:
         """Loads the model, checks that it can be run with certainty, and reserves the caches.
 
@@ -62,6 +68,7 @@ class LLM:
             scheduler_config: What a step may hold; None for the defaults.
             device: "auto" or "cpu".
             dtype: Of the weights when loading; "auto" is the model's own.
+            enable_stats: Whether each step is recorded for `get_stats()`.
 
         Raises:
             InvalidArgumentError: Arguments contradict each other or the model.
@@ -74,13 +81,16 @@ class LLM:
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._generating: int | None = None  # the thread inside generate()
-        self._parts: EngineParts | None = build_parts(
+        self._parts: EngineParts | None
+        self._parts = build_parts(
             load_model(model, tokenizer, device=device, dtype=dtype),
             lora_config,
             peft_cache_config.model_copy(update={"max_lora_rank": max_rank}),
             kv_cache_config or KvCacheConfig(),
             scheduler_config or SchedulerConfig(),
+            enable_stats=enable_stats,
         )
+        self._loop = StepLoop(self._parts, self._lock)
 
     def generate(
         self,
@@ -115,10 +125,59 @@ class LLM:
         )
         if self._lock.locked():
             raise InvalidArgumentError(
-                "generate() or close() is running already: wait until it returns"
+                "generate() or close() is running already, or streams are unfinished: wait for them"
             )
         with self._lock:  # and no call of acquire: Ctrl-C between that and its try would leak it
             return self._run(list(zip(texts, params, loras, strict=True)))
+
+    def generate_async(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | str | None = None,
+    ) -> RequestStream:
+        """Answers one prompt token by token, in the background.
+
+        Args:
+            prompt: A string or a list of token ids.
+            sampling_params: None for the defaults.
+            lora_request: The adapter by registered name or `LoRARequest`; None is the base model.
+
+        Returns:
+            What to iterate over, with `for` or `async for`, or to ask for its `result()`. A request
+            that cannot be answered has its error there.
+
+        Raises:
+            InvalidArgumentError: A type does not fit, or the `LLM` is closed.
+        """
+        self._open_parts()
+        (text,) = as_prompt_list([prompt])
+        (params,) = one_per_prompt(
+            sampling_params or SamplingParams(), 1, "sampling_params", (SamplingParams,)
+        )
+        (lora,) = one_per_prompt(lora_request, 1, "lora_request", (LoRARequest, str, type(None)))
+        return self._loop.submit(next(self._request_ids), text, params, lora)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request with what it has, in the next step; unknown ones are ignored."""
+        self._open_parts()
+        self._loop.abort(request_id)
+
+    def get_stats(self) -> list[dict[str, Any]]:
+        """What the steps since the last call did, oldest first; at most the last 1,000.
+
+        Returns:
+            One per step; see docs/statistics.md.
+
+        Raises:
+            InvalidArgumentError: The `LLM` was made without `enable_stats`.
+        """
+        stats = self._open_parts().stats
+        if stats is None:
+            raise InvalidArgumentError(
+                "there are no statistics: make the LLM with enable_stats=True"
+            )
+        return stats.take()
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
         """Registers an adapter under a name.
@@ -168,14 +227,16 @@ class LLM:
     def close(self) -> None:
         """Gives the model back as it was and frees the caches; idempotent.
 
-        Waits for a `generate()` of another thread.
+        Waits for a `generate()` of another thread, and aborts streams.
 
         Raises:
-            InvalidArgumentError: It was called from inside `generate()`, by the model or the
-                tokenizer; nothing was closed.
+            InvalidArgumentError: It was called from inside a step, by the model or the tokenizer;
+                nothing was closed.
         """
-        if self._generating == threading.get_ident():  # waiting for it would never end
+        if self._generating == threading.get_ident() or self._loop.is_current_thread:
+            # Waiting for it would never end.
             raise InvalidArgumentError("close() was called from inside generate(): call it after")
+        self._loop.close()
         with self._lock:
             if self._parts is not None:
                 self._parts.close()

@@ -16,6 +16,7 @@ from pagedlora.engine.model_runner import ModelRunner
 from pagedlora.engine.model_spec import ModelSpec
 from pagedlora.engine.request_processor import RequestProcessor
 from pagedlora.engine.sizing import num_kv_blocks, with_adapter_counts
+from pagedlora.engine.step_stats import StepStats
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.lora_manager import LoraManager
 from pagedlora.memory import available_memory_bytes
@@ -39,6 +40,7 @@ class EngineParts:
         adapters: Names, numbers and paths of requests.
         processor: Prompts to requests, requests to outputs.
         core: Runs the requests.
+        stats: What its steps did; None if nobody wants to know.
         closers: What `close()` undoes, last first.
     """
 
@@ -48,6 +50,7 @@ class EngineParts:
     adapters: AdapterNames
     processor: RequestProcessor
     core: EngineCore
+    stats: StepStats | None
     closers: ExitStack
 
     def close(self) -> None:
@@ -61,6 +64,8 @@ def build_parts(
     peft_config: PeftCacheConfig,
     kv_config: KvCacheConfig,
     scheduler_config: SchedulerConfig,
+    *,
+    enable_stats: bool = False,
 ) -> EngineParts:
     """Makes the parts of an engine; if one fails, those before it are closed.
 
@@ -87,13 +92,22 @@ def build_parts(
             base_model_id=str(getattr(loaded.model.config, "name_or_path", "")),
         )
         adapters = AdapterNames(manager)
+        stats = StepStats(kv, cache) if enable_stats else None
         return EngineParts(
             loaded=loaded,
             peft_cache_manager=cache,
             lora_manager=manager,
             adapters=adapters,
             processor=RequestProcessor(loaded, adapters),
-            core=_core(runner, kv, cache, scheduler_config, loaded.eos_token_ids),
+            core=_core(
+                runner,
+                kv,
+                cache,
+                scheduler_config,
+                eos_token_ids=loaded.eos_token_ids,
+                stats=stats,
+            ),
+            stats=stats,
             closers=closers.pop_all(),
         )
 
@@ -103,7 +117,9 @@ def _core(
     kv: KVCacheManager,
     cache: PeftCacheManager,
     config: SchedulerConfig,
+    *,
     eos_token_ids: frozenset[int],
+    stats: StepStats | None,
 ) -> EngineCore:
     """The step loop with its scheduler."""
     scheduler = KVCacheV2Scheduler(
@@ -126,7 +142,9 @@ def _core(
         size=_WINDOW_BATCHES * config.max_batch_size,
         max_skip_passes=config.max_skip_passes,
     )
-    return EngineCore(runner, scheduler, live, cache, window, eos_token_ids=eos_token_ids)
+    return EngineCore(
+        runner, scheduler, live, cache, window, eos_token_ids=eos_token_ids, stats=stats
+    )
 
 
 def _adapter_cache(

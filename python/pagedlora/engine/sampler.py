@@ -30,10 +30,12 @@ class TokenChoice(NamedTuple):
     Attributes:
         params: Of the request; its seed is not None unless it is greedy.
         token_index: Index of the token in the answer, from 0.
+        banned: Tokens that must not be chosen.
     """
 
     params: SamplingParams
     token_index: int
+    banned: frozenset[int] = frozenset()
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
@@ -56,6 +58,7 @@ def sample_tokens(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> list[
     """
     if not choices:
         return []
+    logits = _without_banned(logits, choices)
     largest, tokens = logits.max(dim=-1)
     finite = torch.isfinite(largest).tolist()
     chosen: list[int | None] = [
@@ -65,6 +68,36 @@ def sample_tokens(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> list[
         if finite[row] and not choice.params.greedy:
             chosen[row] = _sample(logits[row].numpy(), choice)
     return chosen
+
+
+def top_logprobs(logits: torch.Tensor, token: int, count: int) -> dict[int, float]:
+    """Log probabilities of the most probable tokens and of one more.
+
+    Args:
+        logits: `[vocabulary]`, float32.
+        token: Is among them whatever its probability.
+        count: How many of the most probable ones, 0 or more.
+
+    Returns:
+        By token, the most probable first; `token` at its place or last.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    values, tokens = logprobs.topk(min(count, logprobs.numel()))
+    found = dict(zip(tokens.tolist(), values.tolist(), strict=True))
+    found.setdefault(token, float(logprobs[token]))
+    return found
+
+
+def _without_banned(logits: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
+    """The logits, or a copy in which banned tokens have no chance."""
+    rows = [row for row, choice in enumerate(choices) if choice.banned]
+    if rows:
+        logits = logits.clone()
+        for row in rows:
+            banned = [token for token in choices[row].banned if token < logits.shape[1]]
+            if torch.isfinite(logits[row].max()):
+                logits[row, banned] = -torch.inf
+    return logits
 
 
 def uniform(seed: int, token_index: int) -> float:

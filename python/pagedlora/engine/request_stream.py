@@ -1,0 +1,132 @@
+"""What a caller of `generate_async` holds: one request's answer as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+
+from pagedlora.requests import RequestOutput
+
+
+class RequestStream:
+    """One request's outputs, token by token, for threads and for coroutines.
+
+    Iterate over it (`for`, `async for`): each item is a `RequestOutput` with what is new since the
+    last one, one per token; the last one has `finished` and the finish reason, or the error. Or ask
+    for `result()` (`await aresult()`), the whole answer. Every item is delivered once. An iterator
+    that is given up early does not end the request: `abort()` does. Thread-safe.
+    """
+
+    def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
+        """Made by `LLM.generate_async`.
+
+        Args:
+            request_id: For `LLM.abort`.
+            abort: Ends the request.
+        """
+        self.request_id = request_id
+        self._abort = abort
+        self._changed = threading.Condition()
+        self._items: deque[RequestOutput] = deque()
+        self._whole: RequestOutput | None = None
+        self._exception: BaseException | None = None
+        self._wakers: list[Callable[[], object]] = []
+
+    def abort(self) -> None:
+        """Ends the request with what it has, soon; nothing happens if it has ended."""
+        self._abort(self.request_id)
+
+    def result(self, timeout_s: float | None = None) -> RequestOutput:
+        """Waits for the whole answer.
+
+        Args:
+            timeout_s: Seconds at most; None: as long as it takes.
+
+        Raises:
+            TimeoutError: It has not ended by then; it goes on.
+            Exception: The engine failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._has_ended, timeout_s):
+                raise TimeoutError(f"request {self.request_id} has not ended after {timeout_s} s")
+        return self._outcome()
+
+    async def aresult(self) -> RequestOutput:
+        """`result` for a coroutine."""
+        await self._wait(lambda: self._has_ended)
+        return self._outcome()
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """The items that were not delivered yet, as they come."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._has_ended)
+                item = self._items.popleft() if self._items else None
+            if item is None:
+                self._raise_exception()
+                return
+            yield item
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """The same for a coroutine."""
+        while True:
+            with self._changed:
+                item = self._items.popleft() if self._items else None
+                ended = self._has_ended
+            if item is not None:
+                yield item
+            elif ended:
+                self._raise_exception()
+                return
+            else:
+                await self._wait(lambda: bool(self._items) or self._has_ended)
+
+    def push(self, item: RequestOutput, whole: RequestOutput | None) -> None:
+        """Delivers an item; with `whole`, the last one. Called by the engine."""
+        with self._changed:
+            self._items.append(item)
+            self._whole = whole
+            self._wake()
+
+    def fail(self, exception: BaseException) -> None:
+        """The engine failed. Called by the engine."""
+        with self._changed:
+            self._exception = exception
+            self._wake()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._whole is not None or self._exception is not None
+
+    def _outcome(self) -> RequestOutput:
+        self._raise_exception()
+        assert self._whole is not None
+        return self._whole
+
+    def _raise_exception(self) -> None:
+        if self._exception is not None:
+            raise self._exception
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        wakers, self._wakers = self._wakers, []
+        for wake in wakers:
+            wake()
+
+    async def _wait(self, is_ready: Callable[[], bool]) -> None:
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.set)
+
+        while True:
+            with self._changed:
+                if is_ready():
+                    return
+                news.clear()
+                self._wakers.append(wake)
+            await news.wait()
