@@ -72,7 +72,7 @@ def test_log_probabilities_are_those_of_the_model(llm: LLM) -> None:
     for index, reported in enumerate(answer.logprobs):
         right = torch.log_softmax(logits[2 + index].float(), dim=-1)
         assert list(reported) == right.topk(3).indices.tolist()
-        assert list(reported)[0] == answer.token_ids[index]
+        assert next(iter(reported)) == answer.token_ids[index]
         for token, value in reported.items():
             assert value == pytest.approx(float(right[token]), abs=1e-4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ def test_the_text_is_that_of_all_tokens_cut_before_the_first_stop(
     else:
         expected = text
     assert (stream.text, stream.is_stopped) == (expected, bool(ends))
-    for shorter, longer in zip(seen, seen[1:], strict=False):
+    for shorter, longer in itertools.pairwise(seen):
         assert longer.startswith(shorter), "what was certain is taken back"
 
 
