@@ -1,4 +1,4 @@
-"""The command line: `pagedlora doctor | probe | demo`."""
+"""The command line: `pagedlora doctor | probe | demo | generate`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -97,6 +98,72 @@ def demo(
     from pagedlora.demo.run import run_demo
 
     raise typer.Exit(run_demo(tiny=tiny, model=model, adapters=adapters, seed=seed))
+
+
+@app.command()
+def generate(  # noqa: PLR0917 - typer's way of options
+    model: Annotated[str, typer.Argument(help="Base model: a directory or a hub id.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; may be given several times.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with one prompt per line; - for standard input.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=DIRECTORY of a PEFT adapter; each answers each prompt."),
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="The base model answers as well.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the most probable token.", min=0)] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.", min=0)] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer.")] = None,
+    host_cache_size: Annotated[str, typer.Option(help="Host tier of adapters.")] = "1GiB",
+    device_cache_size: Annotated[str, typer.Option(help="Device tier of adapters.")] = "256MiB",
+) -> None:
+    """Answer prompts with adapters, all in shared batches."""
+    from pagedlora import LLM, PeftCacheConfig, SamplingParams
+    from pagedlora.generate_command import Job, parse_adapters, run
+
+    try:
+        job = Job(
+            _prompts(prompt or [], prompts),
+            parse_adapters(adapter or []),
+            SamplingParams(
+                max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop or []
+            ),
+            base,
+        )
+        config = PeftCacheConfig(
+            host_cache_size=host_cache_size,  # type: ignore[arg-type]
+            device_cache_size=device_cache_size,  # type: ignore[arg-type]
+        )
+        _skeleton(model)
+        with LLM(model, peft_cache_config=config) as llm:
+            status = run(llm, job, output=Console(), progress=Console(stderr=True))
+    except (PagedLoraError, OSError) as error:  # OSError: transformers does not find the weights
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except ValidationError as error:
+        for problem in error.errors():
+            typer.echo(f"error: {problem['loc'][0]}: {problem['msg']}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(status)
+
+
+def _prompts(given: list[str], file: Path | None) -> list[str]:
+    """The prompts of both options; raises InvalidArgumentError if there is none."""
+    found = list(given)
+    if file is not None:
+        try:
+            lines = typer.get_text_stream("stdin") if str(file) == "-" else file.open()
+            with lines:
+                found += [line.rstrip("\n") for line in lines if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(f"--prompts {file}: {error}") from error
+    if not found:
+        raise InvalidArgumentError("there is no prompt: give --prompt TEXT or --prompts FILE")
+    return found
 
 
 def _check_fit(path: Path, model: str, max_rank: int) -> None:

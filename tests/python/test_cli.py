@@ -34,7 +34,7 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object
 def test_help_lists_the_commands() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("doctor", "probe", "demo"):
+    for command in ("doctor", "probe", "demo", "generate"):
         assert command in result.output
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.adapters import PREFIX, adapter_tensors, write_random_adapter
-from tests.support.tiny_models import build_tiny_model
-from transformers import PreTrainedModel
+from tests.support.saved_models import save_model_with_tokenizer
 
 from pagedlora import LoraModelConfig
 
@@ -34,21 +33,6 @@ def _run_example(document: Path) -> dict[str, Any]:
     return scope
 
 
-def _save_model(directory: Path) -> PreTrainedModel:
-    """Saves a tiny random Llama with a tokenizer whose tokens are bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
-    model = build_tiny_model("llama", vocab_size=len(alphabet))
-    model.save_pretrained(directory)
-    return model
-
-
 def test_the_readmes_example_is_short() -> None:
     assert len(_example(README).strip().splitlines()) <= MAX_LINES
 
@@ -56,7 +40,7 @@ def test_the_readmes_example_is_short() -> None:
 def test_the_readmes_example_runs_and_gives_four_different_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    modules = LoraModelConfig.from_module(_save_model(tmp_path / "my-model"))
+    modules = LoraModelConfig.from_module(save_model_with_tokenizer(tmp_path / "my-model"))
     for seed, name in enumerate(("support", "legal", "pirate")):
         write_random_adapter(tmp_path / "adapters" / name, modules, rank=2 + 3 * seed, seed=seed)
     monkeypatch.chdir(tmp_path)
@@ -73,7 +57,7 @@ def test_the_readmes_example_runs_and_gives_four_different_answers(
 def test_the_example_without_the_engine_adds_the_adapter_to_its_rows_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modules = LoraModelConfig.from_module(_save_model(tmp_path / "my-model"))
+    modules = LoraModelConfig.from_module(save_model_with_tokenizer(tmp_path / "my-model"))
     write_random_adapter(tmp_path / "adapters" / "support", modules, rank=4, seed=1, lora_alpha=8)
     monkeypatch.chdir(tmp_path)
 

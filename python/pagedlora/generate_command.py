@@ -1,0 +1,121 @@
+"""`pagedlora generate`: prompts by adapters, with a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from pagedlora.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from pagedlora.engine.llm import LLM
+    from pagedlora.engine.request_stream import RequestStream
+    from pagedlora.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to answer.
+
+    Attributes:
+        prompts: At least one.
+        adapters: Name to directory; each answers each prompt.
+        params: The same for all.
+        base: Whether the base model answers as well; it does if there is no adapter.
+    """
+
+    prompts: Sequence[str]
+    adapters: dict[str, str]
+    params: SamplingParams
+    base: bool = False
+
+
+@dataclass
+class Answer:
+    """One request and its answer."""
+
+    prompt: str
+    adapter: str | None
+    stream: RequestStream
+    text: str = ""
+    error: str | None = None
+    num_tokens: int = field(default=0)
+
+
+def parse_adapters(pairs: Sequence[str]) -> dict[str, str]:
+    """NAME=DIRECTORY pairs as a dictionary.
+
+    Raises:
+        InvalidArgumentError: One is no such pair, or a name comes twice.
+    """
+    adapters: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, directory = pair.partition("=")
+        if not (name and equals and directory):
+            raise InvalidArgumentError(f"--adapter {pair!r}: give NAME=DIRECTORY")
+        if name in adapters:
+            raise InvalidArgumentError(f"--adapter: the name '{name}' is given twice")
+        adapters[name] = directory
+    return adapters
+
+
+def run(llm: LLM, job: Job, *, output: Console, progress: Console) -> int:
+    """Answers everything and prints it in order.
+
+    Args:
+        llm: Has none of the adapters yet.
+        job: What to answer.
+        output: Gets the answers.
+        progress: Gets the bar, and errors.
+
+    Returns:
+        The exit status: 1 if a request failed.
+
+    Raises:
+        PagedLoraError: An adapter cannot be used.
+    """
+    for name, directory in job.adapters.items():
+        llm.load_lora(name, directory)
+    names: list[str | None] = [None] if job.base or not job.adapters else []
+    names += job.adapters
+    answers = [
+        Answer(prompt, name, llm.generate_async(prompt, job.params, name))
+        for prompt in job.prompts
+        for name in names
+    ]
+    _collect(answers, job.params.max_tokens, progress)
+    for answer in answers:
+        _print(answer, output if answer.error is None else progress)
+    return 1 if any(answer.error is not None for answer in answers) else 0
+
+
+def _collect(answers: Sequence[Answer], max_tokens: int, console: Console) -> None:
+    """Reads the streams to their ends; all of them run meanwhile."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} tokens"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"{len(answers)} answers", total=len(answers) * max_tokens)
+        for answer in answers:
+            for item in answer.stream:
+                for completion in item.outputs:
+                    answer.text += completion.text
+                    answer.num_tokens += len(completion.token_ids)
+                    progress.advance(task, len(completion.token_ids))
+                if item.error is not None:
+                    answer.error = str(item.error)
+            progress.advance(task, max_tokens - answer.num_tokens)  # it ended earlier
+
+
+def _print(answer: Answer, console: Console) -> None:
+    """What models and files say is text, never markup."""
+    console.print(Text.assemble((answer.adapter or "base model", "bold"), f"  {answer.prompt}"))
+    console.print(Text(answer.text if answer.error is None else f"error: {answer.error}"))
