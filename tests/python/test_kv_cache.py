@@ -77,6 +77,24 @@ def test_reset_frees_everything() -> None:
     kv.check_invariants()
 
 
+def test_what_is_allocated_needs_no_host_block() -> None:
+    kv = KVCacheManager(2, 4)
+    assert (kv.num_host_blocks, kv.num_free_host_blocks, kv.num_suspended_blocks) == (0, 0, 0)
+    assert kv.try_allocate(request(), 8)
+    assert not kv.suspend_request(request())
+    assert list(kv.block_table(request())) == [0, 1]
+    kv.check_invariants()
+
+
+def test_zero_tokens_leave_no_trace() -> None:
+    kv = KVCacheManager(1, 4, num_host_blocks=1)
+    assert kv.try_allocate(request(), 0)
+    assert not kv.is_suspended(request())
+    assert kv.suspend_request(request())
+    assert not kv.is_suspended(request())
+    kv.check_invariants()
+
+
 @pytest.mark.parametrize("sizes", [(0, 16), (4, 0), (-1, 16)])
 def test_a_cache_that_holds_nothing_is_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(InvalidArgumentError, match="at least 1"):
@@ -85,7 +103,7 @@ def test_a_cache_that_holds_nothing_is_refused(sizes: tuple[int, int]) -> None:
 
 def test_a_lost_block_is_noticed() -> None:
     kv = KVCacheManager(4, 4)
-    kv._free.pop()
+    kv._device.take(1)
     with pytest.raises(AssertionError, match="each of the 4 blocks once"):
         kv.check_invariants()
 
