@@ -174,11 +174,12 @@ def test_a_resume_that_does_not_fit_changes_nothing(bench: Bench, num_blocks: in
 
 def test_a_growth_that_does_not_fit_leaves_a_resume_alone(bench: Bench) -> None:
     bench.bring(ONE, "resuming")
-    before = bench.everything()
+    before, copies = bench.everything(), list(bench.copier.copies)
     assert not bench.allocate(ONE, 7)
     assert bench.everything() == before
-    assert bench.allocate(ONE, 6)
+    assert bench.allocate(ONE, 5)
     assert bench.state(ONE) == "resuming"
+    assert bench.copier.copies == copies
 
 
 def test_a_full_host_pool_refuses_and_changes_nothing(bench: Bench) -> None:
@@ -284,22 +285,31 @@ def test_a_copy_sees_the_books_as_they_were(bench: Bench, state: str) -> None:
     assert seen == [before]
 
 
-def test_a_copier_may_keep_its_lists(bench: Bench) -> None:
-    kept = []
+def test_a_copier_may_keep_and_change_its_lists(bench: Bench) -> None:
     bench.bring(ONE, "allocated")
-    copy_to_host = bench.copier.copy_to_host
+    kept: list[list[int]] = []
 
-    def keep(device_blocks: list[int], host_blocks: list[int]) -> None:
-        kept.extend([device_blocks, host_blocks])
-        copy_to_host(device_blocks, host_blocks)
+    def keep(copy: Callable[..., None]) -> Callable[..., None]:
+        def copy_and_keep(*lists: list[int]) -> None:
+            copy(*lists)
+            kept.extend(lists)
+            for blocks in lists:
+                blocks.reverse()
 
-    bench.copier.copy_to_host = keep  # type: ignore[assignment, method-assign]
-    assert bench.kv.suspend_request(ONE)
-    kept[0].append(5)
-    kept[1].append(3)
-    assert bench.kv.num_suspended_blocks == 3
-    assert bench.allocate(ONE, 0)
-    assert len(bench.kv.block_table(ONE)) == 3
+        return copy_and_keep
+
+    bench.copier.copy_to_host = keep(bench.copier.copy_to_host)  # type: ignore[method-assign]
+    bench.copier.copy_from_host = keep(bench.copier.copy_from_host)  # type: ignore[method-assign]
+    for _ in range(2):
+        assert bench.kv.suspend_request(ONE)
+        bench.overwrite_free_blocks()
+        assert bench.allocate(ONE, 4)
+        assert bench.read(ONE)[:3] == ["a", "b", "c"]
+        bench.kv.confirm_resume(ONE)
+        for blocks in kept:
+            blocks.clear()
+        bench.kv.check_invariants()
+    assert len(kept) == 8
 
 
 def test_without_a_copier_the_books_are_the_same(bench: Bench) -> None:
