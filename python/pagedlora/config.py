@@ -45,6 +45,7 @@ def _target_modules(value: object) -> object:
 
 
 _Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size)]
+_SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
 _TargetModules: TypeAlias = Annotated[
     list[str] | Literal["all-linear"], BeforeValidator(_target_modules)
 ]
@@ -190,7 +191,9 @@ class PeftCacheConfig(_Config):
 
 
 class KvCacheConfig(_Config):
-    """Memory for keys and values. Give at most one of `num_blocks` and `size`.
+    """Memory for keys and values, and for those of suspended requests.
+
+    Give at most one of `num_blocks` and `size`, and at most one of `host_blocks` and `host_size`.
 
     Attributes:
         num_blocks: Blocks in all.
@@ -198,19 +201,28 @@ class KvCacheConfig(_Config):
             is given: enough for `max_batch_size` sequences of the model's full length, but no
             more than 1 GiB and no more than a quarter of the free memory.
         block_size: Tokens per block.
+        host_blocks: Blocks of a second pool on the host, beside the others, to which
+            with the policy "max_utilization" the keys and values of requests that have to make room
+            are moved, instead of being computed again.
+        host_size: The same as a budget in bytes, or a string; blocks round down to it. When
+            neither is given there are no host blocks: without a GPU they would take the memory
+            that more blocks for running requests need.
     """
 
     num_blocks: _Count | None = None
     size: _Size | None = None
     block_size: _Count = 16
+    host_blocks: _CountOrZero | None = None
+    host_size: _SizeOrZero | None = None
 
     @model_validator(mode="after")
-    def _check_budget(self) -> KvCacheConfig:
-        if self.num_blocks is not None and self.size is not None:
-            raise InvalidArgumentError(
-                f"num_blocks {self.num_blocks} and size {self.size} are both given: "
-                "keep one of them"
-            )
+    def _check_budgets(self) -> KvCacheConfig:
+        for count, size in (("num_blocks", "size"), ("host_blocks", "host_size")):
+            if getattr(self, count) is not None and getattr(self, size) is not None:
+                raise InvalidArgumentError(
+                    f"{count} {getattr(self, count)} and {size} {getattr(self, size)} are both "
+                    "given: keep one of them"
+                )
         return self
 
 

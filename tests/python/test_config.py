@@ -39,6 +39,7 @@ def test_sizes_are_read_from_strings() -> None:
     assert config.device_budget_bytes(0) == 3 * 2**29
     assert config.page_size == 65536
     assert KvCacheConfig(size="40MB").size == 40_000_000  # type: ignore[arg-type]
+    assert KvCacheConfig(host_size="1KiB").host_size == 1024  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config_class", ALL)
@@ -75,6 +76,11 @@ def test_configurations_are_immutable(config_class: type[BaseModel]) -> None:
         (KvCacheConfig, "num_blocks", 0),
         (KvCacheConfig, "block_size", 0),
         (KvCacheConfig, "size", "1 XB"),
+        (KvCacheConfig, "size", 0),
+        (KvCacheConfig, "host_blocks", -1),
+        (KvCacheConfig, "host_blocks", True),
+        (KvCacheConfig, "host_size", "1 XB"),
+        (KvCacheConfig, "host_size", -1),
         (SchedulerConfig, "max_batch_size", 0),
         (SchedulerConfig, "max_num_tokens", 1.5),
         (SchedulerConfig, "enable_chunked_prefill", "yes"),
@@ -96,8 +102,12 @@ def test_two_device_budgets_are_refused() -> None:
 
 
 def test_two_kv_budgets_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"num_blocks.*size"):
+    with pytest.raises(ValidationError, match=r"num_blocks 3 and size 1024"):
         KvCacheConfig(num_blocks=3, size=1024)
+    with pytest.raises(ValidationError, match=r"host_blocks 0 and host_size 0"):
+        KvCacheConfig(host_blocks=0, host_size=0)
+    one_of_each = KvCacheConfig(num_blocks=3, host_size=1024)
+    assert (one_of_each.num_blocks, one_of_each.host_size) == (3, 1024)
 
 
 def test_the_host_must_hold_what_the_device_holds() -> None:

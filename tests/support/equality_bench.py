@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tests.support.peft_oracle import ADAPTERS, Answer, Case
@@ -112,6 +112,8 @@ def open_bench(
     host_adapters: int | None = None,
     max_batch_size: int = 8,
     num_blocks: int = 96,
+    host_blocks: int = 0,
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict",
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Bench]:
     """An engine on a tiny model, checked and closed at the end.
@@ -123,6 +125,8 @@ def open_bench(
         host_adapters: The same for the host tier.
         max_batch_size: Requests that run at once.
         num_blocks: KV blocks of 4 tokens.
+        host_blocks: Those for suspended requests.
+        policy: Of the scheduler.
         dtype: Of the model.
     """
     llm = LLM(
@@ -131,10 +135,11 @@ def open_bench(
             device_cache_size=room_for_largest(adapters, device_adapters, dtype),
             host_cache_size=room_for_largest(adapters, host_adapters, dtype),
         ),
-        kv_cache_config=KvCacheConfig(num_blocks=num_blocks, block_size=4),
+        kv_cache_config=KvCacheConfig(num_blocks=num_blocks, block_size=4, host_blocks=host_blocks),
         scheduler_config=SchedulerConfig(
-            max_batch_size=max_batch_size, max_num_tokens=MAX_NUM_TOKENS
+            policy=policy, max_batch_size=max_batch_size, max_num_tokens=MAX_NUM_TOKENS
         ),
+        enable_stats=True,
     )
     with llm:
         bench = Bench(llm, adapters)

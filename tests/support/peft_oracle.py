@@ -115,11 +115,13 @@ def _randomise(layer: Any, rank: int, generator: torch.Generator) -> None:
     b.copy_(torch.randn(b.shape, generator=generator) * _STRENGTH / (scale * rank**0.5))
 
 
-def save_adapters(root: Path, family: str) -> dict[str, Path]:
-    """Saves `ADAPTERS` of a family; name to directory."""
+def save_adapters(
+    root: Path, family: str, specs: Mapping[str, AdapterSpec] = ADAPTERS
+) -> dict[str, Path]:
+    """Saves a family's adapters, by default `ADAPTERS`; name to directory."""
     return {
         name: save_adapter(root / name, family, spec, seed=seed)
-        for seed, (name, spec) in enumerate(ADAPTERS.items())
+        for seed, (name, spec) in enumerate(specs.items())
     }
 
 

@@ -1,9 +1,11 @@
-"""The memory of the paged KV cache: one key and one value tensor per layer.
+"""The memory of the paged KV cache: one key and one value tensor per layer, on device and host.
 
 Which block belongs to whom is not known here; see `pagedlora.kv_cache`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -27,17 +29,28 @@ def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int
 
 
 class KvTensors:
-    """Keys and values of `num_blocks` blocks; thread-compatible.
+    """Keys and values of `num_blocks` blocks, and room for suspended ones; thread-compatible.
+
+    It is the `BlockCopier` of a `KVCacheManager`.
 
     Attributes:
         keys: Per layer `[num_blocks, block_size, num_kv_heads, key_dim]`, contiguous.
         values: Per layer `[num_blocks, block_size, num_kv_heads, value_dim]`, contiguous.
+        host_keys: As `keys`, of `num_host_blocks` blocks; memory of its own also on the CPU.
+        host_values: As `values`, likewise.
         num_blocks: Block ids are 0 to this, exclusive.
+        num_host_blocks: Host block ids are 0 to this, exclusive.
         block_size: Tokens per block.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        num_host_blocks: int = 0,
     ) -> None:
         """Reserves the memory; the system commits it as blocks are first written.
 
@@ -46,23 +59,83 @@ class KvTensors:
             num_blocks: At least 1.
             block_size: Tokens per block, at least 1.
             dtype: Of keys and values.
+            num_host_blocks: At least 0.
 
         Raises:
-            InvalidArgumentError: A size is below 1.
+            InvalidArgumentError: A size is below that.
         """
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgumentError(
                 f"a KV cache needs at least one block of one token, not {num_blocks} blocks of "
                 f"{block_size}"
             )
+        if num_host_blocks < 0:
+            raise InvalidArgumentError(f"num_host_blocks is {num_host_blocks}: give 0 or more")
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
-        lead = (num_blocks, block_size)
-        self.keys = [
-            torch.zeros((*lead, layer.num_kv_heads, layer.key_dim), dtype=dtype)
-            for layer in spec.layers
-        ]
-        self.values = [
-            torch.zeros((*lead, layer.num_kv_heads, layer.value_dim), dtype=dtype)
-            for layer in spec.layers
-        ]
+        self.keys, self.values = _key_and_value_tensors(spec, num_blocks, block_size, dtype)
+        self.host_keys, self.host_values = _key_and_value_tensors(
+            spec, num_host_blocks, block_size, dtype
+        )
+
+    def copy_to_host(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies the keys and values of device blocks into host blocks, bit for bit.
+
+        Args:
+            device_blocks: Read; the n-th goes to the n-th of `host_blocks`.
+            host_blocks: Written; no block twice.
+
+        Raises:
+            IndexError: There is no such block, or the numbers of blocks differ.
+        """
+        device, host = [*self.keys, *self.values], [*self.host_keys, *self.host_values]
+        _copy_blocks(device, device_blocks, host, host_blocks)
+
+    def copy_from_host(self, host_blocks: Sequence[int], device_blocks: Sequence[int]) -> None:
+        """Copies the keys and values of host blocks into device blocks, bit for bit.
+
+        Args:
+            host_blocks: Read; the n-th goes to the n-th of `device_blocks`.
+            device_blocks: Written; no block twice.
+
+        Raises:
+            IndexError: There is no such block, or the numbers of blocks differ.
+        """
+        device, host = [*self.keys, *self.values], [*self.host_keys, *self.host_values]
+        _copy_blocks(host, host_blocks, device, device_blocks)
+
+
+def _key_and_value_tensors(
+    spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Zeroed keys and values of `num_blocks` blocks, one tensor each per layer."""
+    lead = (num_blocks, block_size)
+    keys = [
+        torch.zeros((*lead, layer.num_kv_heads, layer.key_dim), dtype=dtype)
+        for layer in spec.layers
+    ]
+    values = [
+        torch.zeros((*lead, layer.num_kv_heads, layer.value_dim), dtype=dtype)
+        for layer in spec.layers
+    ]
+    return keys, values
+
+
+_SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _copy_blocks(
+    sources: Sequence[torch.Tensor],
+    source_blocks: Sequence[int],
+    targets: Sequence[torch.Tensor],
+    target_blocks: Sequence[int],
+) -> None:
+    """Copies rows of each source tensor into rows of the target tensor in the same place."""
+    from_rows = torch.tensor(source_blocks, dtype=torch.int64)
+    to_rows = torch.tensor(target_blocks, dtype=torch.int64)
+    for source, target in zip(sources, targets, strict=True):
+        # As integers no NaN can lose its payload on the way.
+        bits = _SAME_SIZE_INTEGERS[source.dtype.itemsize]
+        rows = source.view(bits).index_select(0, from_rows)
+        target.view(bits).index_copy_(0, to_rows, rows)

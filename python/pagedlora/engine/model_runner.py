@@ -31,6 +31,7 @@ class ModelRunner:
         *,
         num_blocks: int,
         block_size: int,
+        num_host_blocks: int = 0,
         weights_dtype: _core.Dtype | None,
         spec: ModelSpec | None = None,
     ) -> None:
@@ -41,15 +42,23 @@ class ModelRunner:
             lora_config: Modules that carry adapters; None: base model only.
             num_blocks: KV blocks.
             block_size: Tokens per block.
+            num_host_blocks: KV blocks of the host pool, for suspended requests.
             weights_dtype: Of the adapters in the cache; may be None without `lora_config`.
             spec: What `admit(model)` returned, if it was called already.
 
         Raises:
             UnsupportedModelError: The model cannot be run with certainty of right answers.
-            InvalidArgumentError: A size is below 1, or `lora_config` does not fit the model.
+            InvalidArgumentError: A size is below 1, `num_host_blocks` below 0, or `lora_config`
+                does not fit the model.
         """
         self._spec = admit(model) if spec is None else spec
-        self._paged = PagedModel(model, self._spec, num_blocks=num_blocks, block_size=block_size)
+        self._paged = PagedModel(
+            model,
+            self._spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_host_blocks=num_host_blocks,
+        )
         self._hooks: LoraHooks | None = None
         if lora_config is None:
             return
@@ -68,7 +77,7 @@ class ModelRunner:
 
     @property
     def kv(self) -> KvTensors:
-        """The KV tensors, for whoever moves blocks in and out."""
+        """The KV tensors, which copy blocks for a `KVCacheManager`."""
         return self._paged.kv
 
     def forward(self, step: StepBatch, lease: Any = None) -> torch.Tensor:

@@ -94,7 +94,13 @@ class PagedModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, spec: ModelSpec, *, num_blocks: int, block_size: int
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
     ) -> None:
         """Takes hold of the model.
 
@@ -103,14 +109,17 @@ class PagedModel:
             spec: What `probe` returned for it.
             num_blocks: KV blocks, at least 1.
             block_size: Tokens per block.
+            num_host_blocks: KV blocks of the host pool, for suspended requests; at least 0.
 
         Raises:
-            InvalidArgumentError: A size is below 1.
+            InvalidArgumentError: A size is below that.
             UnsupportedModelError: The model keeps its own attention.
         """
         self.spec = spec
         self.core_dtype = to_core_dtype(spec.dtype)
-        self.kv = KvTensors(spec, num_blocks, block_size, spec.dtype)
+        self.kv = KvTensors(
+            spec, num_blocks, block_size, spec.dtype, num_host_blocks=num_host_blocks
+        )
         self.operator = _core.PagedAttention()
         self._model = model
         self._hold = LiveModelHold(model)

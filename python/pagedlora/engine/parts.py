@@ -15,7 +15,7 @@ from pagedlora.engine.loading import LoadedModel, parse_dtype
 from pagedlora.engine.model_runner import ModelRunner
 from pagedlora.engine.model_spec import ModelSpec
 from pagedlora.engine.request_processor import RequestProcessor
-from pagedlora.engine.sizing import num_kv_blocks, with_adapter_counts
+from pagedlora.engine.sizing import num_host_kv_blocks, num_kv_blocks, with_adapter_counts
 from pagedlora.engine.step_stats import StepStats
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.lora_manager import LoraManager
@@ -76,16 +76,14 @@ def build_parts(
         spec = admit(loaded.model)
         cache = _adapter_cache(loaded, lora_config, peft_config)
         closers.callback(cache.close)
-        kv = _kv_blocks(loaded, spec, kv_config, scheduler_config)
-        runner = ModelRunner(
-            loaded.model,
-            cache.model_config,
-            num_blocks=kv.num_blocks,
-            block_size=kv.block_size,
-            weights_dtype=cache.model_config.dtype,
-            spec=spec,
-        )
+        runner = _runner(loaded, spec, cache, kv_config, scheduler_config)
         closers.callback(runner.close)
+        kv = KVCacheManager(
+            runner.kv.num_blocks,
+            runner.kv.block_size,
+            num_host_blocks=runner.kv.num_host_blocks,
+            copier=runner.kv,
+        )
         manager = LoraManager(
             cache.model_config,
             cache,
@@ -164,18 +162,28 @@ def _adapter_cache(
     return PeftCacheManager(model_config, sized, device="cpu")
 
 
-def _kv_blocks(
+def _runner(
     loaded: LoadedModel,
     spec: ModelSpec,
+    cache: PeftCacheManager,
     kv_config: KvCacheConfig,
     scheduler_config: SchedulerConfig,
-) -> KVCacheManager:
-    """The blocks for keys and values; what the adapters' tiers took is no longer free."""
+) -> ModelRunner:
+    """Takes hold of the model, with memory for keys and values; the adapters have theirs."""
+    block_bytes = bytes_per_block(spec, kv_config.block_size, spec.dtype)
     num_blocks = num_kv_blocks(
         kv_config,
         scheduler_config,
-        block_bytes=bytes_per_block(spec, kv_config.block_size, spec.dtype),
+        block_bytes=block_bytes,
         max_model_tokens=loaded.max_model_tokens,
         free_bytes=available_memory_bytes(),
     )
-    return KVCacheManager(num_blocks, kv_config.block_size)
+    return ModelRunner(
+        loaded.model,
+        cache.model_config,
+        num_blocks=num_blocks,
+        block_size=kv_config.block_size,
+        num_host_blocks=num_host_kv_blocks(kv_config, block_bytes=block_bytes),
+        weights_dtype=cache.model_config.dtype,
+        spec=spec,
+    )

@@ -39,17 +39,42 @@ def num_kv_blocks(
     if config.num_blocks is not None:
         return config.num_blocks
     if config.size is not None:
-        if config.size < block_bytes:
-            raise InvalidArgumentError(
-                f"KvCacheConfig.size is {format_size(config.size)}, less than one block of "
-                f"{config.block_size} tokens ({format_size(block_bytes)}): raise it"
-            )
-        return config.size // block_bytes
+        return _blocks_of_size("size", config.size, config, block_bytes)
     affordable = min(MAX_DEFAULT_KV_BYTES, free_bytes // _DEFAULT_KV_FRACTION) // block_bytes
     if max_model_tokens is not None:
         per_request = -(-max_model_tokens // config.block_size)
         affordable = min(affordable, per_request * scheduler.max_batch_size)
     return max(affordable, 1)
+
+
+def num_host_kv_blocks(config: KvCacheConfig, *, block_bytes: int) -> int:
+    """Blocks of the host pool, for suspended requests.
+
+    Args:
+        config: Its `host_blocks` or `host_size` decides.
+        block_bytes: Bytes of a block over all layers.
+
+    Returns:
+        At least 0; 0 if neither is given.
+
+    Raises:
+        InvalidArgumentError: `host_size` is less than one block, and not 0.
+    """
+    if config.host_blocks is not None:
+        return config.host_blocks
+    if not config.host_size:
+        return 0
+    return _blocks_of_size("host_size", config.host_size, config, block_bytes)
+
+
+def _blocks_of_size(field: str, size: int, config: KvCacheConfig, block_bytes: int) -> int:
+    """Whole blocks in `size` bytes, the value of the field; an error if there is none."""
+    if size < block_bytes:
+        raise InvalidArgumentError(
+            f"KvCacheConfig.{field} is {format_size(size)}, less than one block of "
+            f"{config.block_size} tokens ({format_size(block_bytes)}): raise it"
+        )
+    return size // block_bytes
 
 
 def with_adapter_counts(
