@@ -32,6 +32,7 @@ from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
 from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
 from pagedlora.sampling_params import SamplingParams
+from pagedlora.scheduler.capacity import CapacityDecision, CapacityScheduler
 
 if TYPE_CHECKING:
     from pagedlora.engine.llm import LLM
@@ -49,7 +50,9 @@ __all__ = [
     "AdapterTooLargeError",
     "AdapterWeights",
     "BatchLease",
+    "CapacityDecision",
     "CapacityError",
+    "CapacityScheduler",
     "CompletionOutput",
     "Dtype",
     "GenerationConflictError",
