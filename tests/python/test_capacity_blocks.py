@@ -53,6 +53,14 @@ def test_requests_in_progress_are_taken_whatever_the_pages(policy: str) -> None:
     assert scheduled(engine, *running) == [0, 1]
 
 
+@pytest.mark.parametrize("policy", ["max_requests", *NO_EVICT, "max_utilization"])
+def test_no_more_requests_run_than_allowed_even_of_those_in_progress(policy: str) -> None:
+    engine = Engine(policy, max_num_requests=2)
+    running = [started(engine, Request(i)) for i in range(3)]
+    assert scheduled(engine, Request(9, prompt=1), *running) in ([0, 1], [9, 0])
+    assert scheduled(engine, *running) == [0, 1]
+
+
 def test_a_request_that_owns_blocks_is_not_stopped_by_one_that_waits_for_them() -> None:
     engine = Engine("guaranteed_no_evict", blocks=3)
     owner = Request(1)

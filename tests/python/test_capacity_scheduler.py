@@ -301,7 +301,7 @@ def test_requests_of_this_package_are_understood(policy: str) -> None:
     running = LlmRequest(0, prompt_token_ids=[1] * 4, max_tokens=4, output_token_ids=[1])
     running.state, running.num_computed_tokens = RequestState.DECODING, 4
     assert kv.try_allocate(running, 4)
-    failed = LlmRequest(1, prompt_token_ids=[1], state=RequestState.FAILED)
+    failed = LlmRequest(1, prompt_token_ids=[1], max_tokens=1, state=RequestState.FAILED)
     waiting = LlmRequest(2, prompt_token_ids=[1] * 4, max_tokens=4)
     wanted = [0] if policy == "static_batch" else [0, 2]
     assert ids(scheduler.schedule_request([running, failed, waiting]).scheduled) == wanted

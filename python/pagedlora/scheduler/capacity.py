@@ -130,7 +130,9 @@ class CapacityScheduler:
 
         Args:
             active_requests: All requests that wait, run or complete, in the order in which they
-                are to be served: usually higher priority first, then arrival.
+                are to be served: usually higher priority first, then arrival. Those that have not
+                started may be left out, for instance while their adapter loads, or far down a long
+                queue: the time of a pass grows with the list.
             inflight_request_ids: Requests whose last step is still running. They are neither
                 scheduled nor paused, and keep what they hold.
 
