@@ -121,6 +121,9 @@ def test_pages_are_asked_once_per_task_and_pass(policy: str) -> None:
     engine.peft.leased = {7, 8}
     scheduled(engine, *requests)
     assert sorted(engine.peft.asked) == [7, 8]
+    engine.peft.asked.clear()
+    scheduled(engine, requests[6], inflight=(6,))
+    assert sorted(engine.peft.asked) == [7, 8]
 
 
 @every_policy

@@ -109,12 +109,12 @@ class AdapterPages:
                 self._device.add(task, self._pages[task])
                 tasks.remove(task)
         for task in tasks:
-            try:
-                pages = self._peft.determine_num_pages(_TaskOnly(task))
-            except KeyError:
-                continue  # unknown: its lease was closed a moment ago
-            self._pages[task] = pages
-            self._device.add(task, pages)
+            if task not in self._pages:
+                try:
+                    self._pages[task] = self._peft.determine_num_pages(_TaskOnly(task))
+                except KeyError:
+                    continue  # unknown: its lease was closed a moment ago
+            self._device.add(task, self._pages[task])
 
     def _too_large(self, request: CapacityRequest, pages: int) -> AdapterTooLargeError | None:
         for tier, total in (("device", self._device.limit), ("host", self._host.limit)):
