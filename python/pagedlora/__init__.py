@@ -32,6 +32,10 @@ from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
 from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
 from pagedlora.sampling_params import SamplingParams
+from pagedlora.scheduler.admission_window import AdmissionWindow
+from pagedlora.scheduler.capacity import CapacityDecision, CapacityScheduler
+from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
+from pagedlora.scheduler.step import ContextChunk, SchedulerOutput
 
 if TYPE_CHECKING:
     from pagedlora.engine.llm import LLM
@@ -48,13 +52,18 @@ __all__ = [
     "AdapterSourceChangedError",
     "AdapterTooLargeError",
     "AdapterWeights",
+    "AdmissionWindow",
     "BatchLease",
+    "CapacityDecision",
     "CapacityError",
+    "CapacityScheduler",
     "CompletionOutput",
+    "ContextChunk",
     "Dtype",
     "GenerationConflictError",
     "InvalidArgumentError",
     "KVCacheManager",
+    "KVCacheV2Scheduler",
     "KvCacheConfig",
     "LeaseClosedError",
     "LlmRequest",
@@ -75,6 +84,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "SchedulerOutput",
     "TaskLayerModuleConfig",
     "UnsupportedAdapterError",
     "UnsupportedModelError",

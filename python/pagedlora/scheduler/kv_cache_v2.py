@@ -102,7 +102,6 @@ class KVCacheV2Scheduler:
         self._max_skip_passes = max_skip_passes
         self._records = Records()
         self._num_passes = 0
-        self._pages_of_task: dict[int, int] = {}
 
     def schedule_request(
         self, active_requests: Sequence[Any], inflight_request_ids: Iterable[int] = ()
@@ -123,7 +122,7 @@ class KVCacheV2Scheduler:
         records = self._records.update(active_requests)
         self._num_passes += 1
         inflight = set(inflight_request_ids)
-        budget = PageBudget(self._peft, self._pages_of_task)
+        budget = PageBudget(self._peft)
         order: list[Record] = []
         for record in records:
             request = record.request

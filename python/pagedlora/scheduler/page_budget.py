@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-from pagedlora.errors import AdapterTooLargeError
+from pagedlora.errors import AdapterTooLargeError, PeftTaskNotCachedError
+from pagedlora.scheduler.adapter_pages import TaskOnly
 from pagedlora.scheduler.step import PeftManager
 
 
@@ -15,22 +16,21 @@ class PageBudget:
     An adapter counts once, however many requests use it. One budget serves one pass.
     """
 
-    def __init__(self, peft: PeftManager | None, pages_of_task: dict[int, int]) -> None:
+    def __init__(self, peft: PeftManager | None) -> None:
         """Counts the tasks of open leases.
 
         Args:
             peft: None: every adapter counts nothing.
-            pages_of_task: What earlier passes learned; a lease's task that is not in it, because
-                somebody else leased it, counts nothing. Updated.
         """
         self._peft = peft
-        self._pages_of_task = pages_of_task
+        self._pages_of_task: dict[int, int] = {}
         self._limit = 0 if peft is None else peft.max_device_pages
-        self._asked: set[int] = set()
         self._claimed: set[int] = set()
         self._pages = 0
         if peft is not None:
-            self._claim_tasks(peft.open_lease_tasks())
+            for task_id in peft.open_lease_tasks():
+                with suppress(PeftTaskNotCachedError):  # closed, and forgotten, a moment ago
+                    self.claim(TaskOnly(task_id))
 
     def pages_missing_for(self, request: Any) -> int:
         """Pages that the batch needs more with the request; 0 if its adapter is counted.
@@ -42,9 +42,8 @@ class PageBudget:
         task_id = request.lora_task_id
         if self._peft is None or task_id is None or task_id in self._claimed:
             return 0
-        if task_id not in self._asked:
+        if task_id not in self._pages_of_task:
             self._pages_of_task[task_id] = self._peft.determine_num_pages(request)
-            self._asked.add(task_id)
         pages = self._pages_of_task[task_id]
         if pages > self._limit:
             raise self._too_large(pages)
@@ -60,11 +59,6 @@ class PageBudget:
         if pages:
             self._pages += pages
             self._claimed.add(request.lora_task_id)
-
-    def _claim_tasks(self, task_ids: Iterable[int]) -> None:
-        for task_id in task_ids:
-            self._claimed.add(task_id)
-            self._pages += self._pages_of_task.get(task_id, 0)
 
     def _too_large(self, pages: int) -> AdapterTooLargeError:
         page_bytes = int(getattr(self._peft, "page_bytes", 0))
