@@ -16,6 +16,7 @@ from pagedlora.requests import LlmRequest
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE, NUM_REQUESTS = 8, 6, 3, 4
 
 picks = st.integers(0, NUM_REQUESTS - 1)
+states = st.sampled_from(("none", "allocated", "suspended", "resuming"))
 tokens = st.integers(0, 4 * BLOCK_SIZE)
 
 
@@ -31,6 +32,9 @@ class Expected:
         if self.host:
             return "resuming" if self.device else "suspended"
         return "allocated" if self.device else "none"
+
+
+anybody_has_blocks = precondition(lambda self: self.used("device") + self.used("host") > 0)
 
 
 class KvCacheMachine(RuleBasedStateMachine):
@@ -67,7 +71,9 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.num_copies += 1
         return self.copier.fail_after is not None
 
-    def allocate(self, number: int, num_tokens: int) -> None:
+    @rule(pick=picks, state=states, num_tokens=tokens)
+    def allocate(self, pick: int, state: str, num_tokens: int) -> None:
+        number = self.one_in(state, pick)
         expected, request = self.model[number], LlmRequest(number)
         old = expected.device or expected.host
         count = max(-(-num_tokens // BLOCK_SIZE), len(old))
@@ -81,24 +87,13 @@ class KvCacheMachine(RuleBasedStateMachine):
             expected.device = list(old)
             self.write(number, len(old))
 
-    @rule(pick=picks, num_tokens=tokens)
-    def allocate_any(self, pick: int, num_tokens: int) -> None:
-        self.allocate(pick, num_tokens)
-
-    @rule(pick=picks, num_tokens=tokens)
-    def start(self, pick: int, num_tokens: int) -> None:
-        self.allocate(self.one_in("none", pick), num_tokens)
-
-    @rule(pick=picks, num_tokens=tokens)
-    def resume(self, pick: int, num_tokens: int) -> None:
-        self.allocate(self.one_in("suspended", pick), num_tokens)
-
-    @rule(pick=picks, back=st.integers(1, 3), state=st.sampled_from(("allocated", "resuming")))
+    @rule(pick=picks, back=st.integers(1, 3), state=states)
     def overwrite_the_end(self, pick: int, back: int, state: str) -> None:
         number = self.one_in(state, pick)
         self.write(number, max(0, len(self.model[number].device) - back))
 
-    @rule(pick=picks, state=st.sampled_from(("allocated", "resuming", "any")))
+    @anybody_has_blocks
+    @rule(pick=picks, state=states)
     def suspend(self, pick: int, state: str) -> None:
         number = self.one_in(state, pick)
         expected, request = self.model[number], LlmRequest(number)
@@ -118,19 +113,22 @@ class KvCacheMachine(RuleBasedStateMachine):
     def make_the_next_copy_fail(self, fail_after: int) -> None:
         self.copier.fail_after = fail_after
 
-    @rule(pick=picks, state=st.sampled_from(("resuming", "any")))
+    @anybody_has_blocks
+    @rule(pick=picks, state=states)
     def confirm(self, pick: int, state: str) -> None:
         number = self.one_in(state, pick)
         self.kv.confirm_resume(LlmRequest(number))
         if self.model[number].device:
             self.model[number].host = []
 
-    @rule(pick=picks)
-    def free(self, pick: int) -> None:
-        self.kv.free_resources(LlmRequest(pick))
-        self.model[pick] = Expected()
+    @anybody_has_blocks
+    @rule(pick=picks, state=states)
+    def free(self, pick: int, state: str) -> None:
+        number = self.one_in(state, pick)
+        self.kv.free_resources(LlmRequest(number))
+        self.model[number] = Expected()
 
-    @precondition(lambda self: self.last_value > 30)
+    @precondition(lambda self: self.last_value > 15)
     @rule()
     def reset(self) -> None:
         self.kv.reset()
