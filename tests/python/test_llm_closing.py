@@ -26,7 +26,7 @@ def llm() -> Iterator[LLM]:
     with LLM(
         build_tiny_model("llama"),
         peft_cache_config=PeftCacheConfig(device_cache_size="1MB", host_cache_size="1MB"),
-        kv_cache_config=KvCacheConfig(num_blocks=16, block_size=4),
+        kv_cache_config=KvCacheConfig(num_blocks=16, block_size=4, host_blocks=4),
     ) as engine:
         yield engine
 
@@ -37,9 +37,10 @@ def test_close_gives_back_caches_and_model(llm: LLM) -> None:
     parts = llm._parts
     assert parts is not None
     kv = parts.core._runner.kv
-    held = [*kv.keys, *kv.values, parts.peft_cache_manager.core, parts.core, parts.loaded.model]
+    tensors = [*kv.keys, *kv.values, *kv.host_keys, *kv.host_values]
+    held = [*tensors, parts.peft_cache_manager.core, parts.core, parts.loaded.model]
     references = [weakref.ref(part) for part in held]
-    del kv, held, parts
+    del kv, tensors, held, parts
 
     llm.close()
     gc.collect()
