@@ -40,7 +40,7 @@ class StepLoop:
             parts: Used only with the lock.
             engine_lock: Whoever holds it steps the engine.
         """
-        self._parts = parts
+        self._parts: EngineParts | None = parts  # until it is closed
         self._engine_lock = engine_lock
         self._lock = threading.Lock()  # guards what follows
         self._inbox: list[_Submission] = []
@@ -52,6 +52,11 @@ class StepLoop:
     def is_current_thread(self) -> bool:
         """Whether the caller is called by the engine's steps."""
         return self._thread is threading.current_thread()
+
+    @property
+    def _open_parts(self) -> EngineParts:
+        assert self._parts is not None, "the loop was closed"
+        return self._parts
 
     def submit(
         self,
@@ -84,25 +89,31 @@ class StepLoop:
                 if submission.stream.request_id == request_id:
                     submission.is_aborted = True
                     return
-        self._parts.core.abort(request_id)
+            if self._parts is not None:
+                self._parts.core.abort(request_id)
 
     def close(self) -> None:
-        """Ends all requests as aborted and waits for the thread; idempotent."""
+        """Ends all requests as aborted, waits for the thread and lets the engine go; idempotent.
+
+        Not from that thread.
+        """
         with self._lock:
             self._closed = True
             thread = self._thread
             for submission in self._inbox:
                 submission.is_aborted = True
             for request_id in self._running:
-                self._parts.core.abort(request_id)
-        if thread is not None and thread is not threading.current_thread():
+                self._open_parts.core.abort(request_id)
+        if thread is not None:
             thread.join()
+        with self._lock:
+            self._parts = None
 
     def _run(self) -> None:
         with self._engine_lock:
             try:
                 while self._take_inbox():
-                    for request in self._parts.core.step():
+                    for request in self._open_parts.core.step():
                         self._deliver(request)
             except BaseException as error:  # everybody who waits must hear of it
                 self._fail_all(error)
@@ -120,7 +131,7 @@ class StepLoop:
         return True
 
     def _begin(self, submission: _Submission) -> None:
-        parts, request_id = self._parts, submission.stream.request_id
+        parts, request_id = self._open_parts, submission.stream.request_id
         try:
             submission.token_ids = parts.processor.token_ids(submission.prompt)
             request = parts.processor.make_request(
@@ -139,13 +150,13 @@ class StepLoop:
             self._end(submission, output, output)
 
     def _deliver(self, request: LlmRequest) -> None:
-        submission = self._running[request.request_id]
-        item = self._parts.processor.make_delta(request, submission.sent)
+        submission, parts = self._running[request.request_id], self._open_parts
+        item = parts.processor.make_delta(request, submission.sent)
         if not request.has_ended:
             submission.stream.push(item, None)
             return
-        self._parts.adapters.release(request)
-        self._end(submission, item, self._parts.processor.make_output(request))
+        parts.adapters.release(request)
+        self._end(submission, item, parts.processor.make_output(request))
 
     def _end(self, submission: _Submission, item: RequestOutput, whole: RequestOutput) -> None:
         with self._lock:
@@ -154,8 +165,8 @@ class StepLoop:
 
     def _fail_all(self, error: BaseException) -> None:
         """The engine takes back everything; all streams raise the error."""
-        self._parts.core.abort_all(PagedLoraError(f"the engine failed: {error!r}"))
-        self._parts.adapters.release_all()
+        self._open_parts.core.abort_all(PagedLoraError(f"the engine failed: {error!r}"))
+        self._open_parts.adapters.release_all()
         with self._lock:
             failed = [*self._running.values(), *self._inbox]
             self._running, self._inbox, self._thread = {}, [], None
