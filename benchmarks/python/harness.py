@@ -77,6 +77,11 @@ class Timings:
             pairs = zip(times[whole], times[part], strict=True)
             times[name] = Seconds(*(longer - shorter for longer, shorter in pairs))
 
+    def scale(self, name: str, of: str, factor: float) -> None:
+        """Adds a case: a part, or a multiple, of another one."""
+        for times in self.rounds:
+            times[name] = Seconds(*(seconds * factor for seconds in times[of]))
+
     def result(
         self, title: str, slow: str, fast: str, goal: float | None = None, detail: str = ""
     ) -> Result:

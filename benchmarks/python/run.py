@@ -1,6 +1,6 @@
 """Runs the benchmarks, writes their JSON and prints their table last.
 
-python -m benchmarks.python.run [--only load|overlap|serve|registered ...] [--output FILE]
+python -m benchmarks.python.run [--only load|overlap|serve|schedule|registered ...] [--output FILE]
 """
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ import sys
 from pathlib import Path
 
 import torch
-from benchmarks.python import load_bench, overlap_bench, registered_bench, serve_bench
+from benchmarks.python import (
+    load_bench,
+    overlap_bench,
+    registered_bench,
+    schedule_bench,
+    serve_bench,
+)
 from benchmarks.python.harness import Result, show_table, write_json
 
 BENCHMARKS = {
     "load": load_bench.measure,
     "overlap": overlap_bench.measure,
     "serve": serve_bench.measure,
+    "schedule": schedule_bench.measure,
     "registered": registered_bench.measure,
 }
 RESULTS = Path(__file__).resolve().parents[1] / "results"
