@@ -9,7 +9,7 @@
 
 #include "pagedlora/errors.h"
 #include "pagedlora/peft_cache_manager.h"
-#include "peft_fixture.h"
+#include "peft_async_fixture.h"
 #include "thrown_by.h"
 
 namespace pagedlora {
@@ -17,48 +17,8 @@ namespace {
 
 using testing_support::CopyFailure;
 using testing_support::holds;
-using testing_support::PeftTest;
+using testing_support::PeftAsyncTest;
 using testing_support::TestAdapter;
-
-class PeftAsyncTest : public PeftTest {
- protected:
-  PeftAsyncTest() {
-    options_.clock = clock_;
-    options_.load_timeout = kLimit;
-    options_.num_put_workers = 2;
-    options_.num_ensure_workers = 2;
-  }
-  ~PeftAsyncTest() override {
-    for (const TestAdapter& adapter : blocked_) {
-      adapter.source->gate.open();
-    }
-    device_->copies.open();
-  }
-
-  // Registered, with reads that hang until its gate is opened.
-  TaskId register_blocked(std::uint32_t pages, std::size_t hole_bytes = 0) {
-    const TaskId task = register_adapter(pages, hole_bytes);
-    block(adapters_.at(task));
-    return task;
-  }
-  void block(const TestAdapter& adapter) {
-    adapter.source->gate.close();
-    blocked_.push_back(adapter);
-  }
-  void wait_until_read_begins(TaskId task) { source_of(task).gate.wait_for_begun(1); }
-  void let_time_pass() { clock_->advance(kLimit); }
-
-  // Until the request's load has taken effect.
-  void poll_until_loaded(std::uint64_t request) {
-    while (state_of(request) == AdapterState::loading) {
-      manager_->poll(std::chrono::seconds(1));
-    }
-  }
-
-  static constexpr Clock::Time kLimit = std::chrono::seconds(10);
-  const std::shared_ptr<ManualClock> clock_ = std::make_shared<ManualClock>();
-  std::vector<TestAdapter> blocked_;
-};
 
 TEST_F(PeftAsyncTest, O5_ARequestIsLoadingUntilAPollSaysThatItIsReady) {
   make_manager(8, 8);
@@ -420,11 +380,7 @@ TEST_F(PeftAsyncTest, C3_ABatchTakesOverOnlyTheLoadsThatItWaitsFor) {
 }
 
 TEST_F(PeftAsyncTest, OnePassFillsBothTiersWhereTheDeviceIsOrdinaryMemory) {
-  const auto device = std::make_shared<fake::Device>(true);
-  options_.host_cache_bytes = options_.device_cache_bytes = 8 * kPageBytes;
-  options_.page_bytes = kPageBytes;
-  manager_ =
-      std::make_unique<PeftCacheManager>(config_, options_, device, eviction_policy_factory("lru"));
+  make_one_pass_manager(8, 8);
   const TaskId task = register_blocked(4, 10'000);
   start_to_add(1, task);
   wait_until_read_begins(task);
@@ -438,10 +394,7 @@ TEST_F(PeftAsyncTest, OnePassFillsBothTiersWhereTheDeviceIsOrdinaryMemory) {
   helper.join();
   EXPECT_TRUE(content_is_right(*lease, 1));
   EXPECT_TRUE(content_is_right(task, Tier::host));
-  EXPECT_EQ(device->copies_from_host, 0) << "no copy between the tiers";
-  manager_->check_invariants();
-  lease->close();
-  manager_.reset();
+  EXPECT_EQ(one_pass_device_->copies_from_host, 0) << "no copy between the tiers";
 }
 
 TEST_F(PeftAsyncTest, ClosingGivesUpEveryLoadAndReturns) {
