@@ -51,11 +51,7 @@ class PeftAsyncTest : public PeftTest {
 
   // Over a device of ordinary memory, which a load can fill in the pass that fills the host tier.
   void make_one_pass_manager(std::size_t host_pages, std::size_t device_pages) {
-    options_.host_cache_bytes = host_pages * kPageBytes;
-    options_.device_cache_bytes = device_pages * kPageBytes;
-    options_.page_bytes = kPageBytes;
-    manager_ = std::make_unique<PeftCacheManager>(config_, options_, one_pass_device_,
-                                                  eviction_policy_factory("lru"));
+    make_manager_over(one_pass_device_, host_pages, device_pages);
   }
 
   // Registered, with reads that hang until its gate is opened.

@@ -2,12 +2,12 @@
 // the manager, so it never goes under the manager's lock.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
-#include <string>
-#include <utility>
+#include <vector>
 
-#include "pagedlora/errors.h"
+#include "dying_source.h"
 #include "pagedlora/peft_cache_manager.h"
 #include "peft_async_fixture.h"
 
@@ -15,27 +15,10 @@ namespace pagedlora {
 namespace {
 
 using testing_support::comes_true;
+using testing_support::DyingSource;
 using testing_support::PeftAsyncTest;
 using testing_support::TestAdapter;
 using testing_support::Waiter;
-
-// Another source, with something to do at the end.
-class DyingSource final : public TensorSource {
- public:
-  DyingSource(std::shared_ptr<const TensorSource> source, std::function<void()> last_act)
-      : source_(std::move(source)), last_act_(std::move(last_act)) {}
-  ~DyingSource() override { last_act_(); }
-  DyingSource(const DyingSource&) = delete;
-  DyingSource& operator=(const DyingSource&) = delete;
-
-  std::unique_ptr<SourceReader> open() const override { return source_->open(); }
-  std::uint64_t size_bytes() const override { return source_->size_bytes(); }
-  const std::string& description() const override { return source_->description(); }
-
- private:
-  std::shared_ptr<const TensorSource> source_;
-  std::function<void()> last_act_;
-};
 
 class PeftDestructionTest : public PeftAsyncTest {
  protected:
