@@ -1,4 +1,4 @@
-// An operator new that fails on command, for one program: include it in exactly one of its files.
+// An operator new that fails on command: failing_new.cc replaces that of the program it is linked into.
 //
 // Counted are the allocations of the thread that arms it, or, in the other mode, those of all the
 // other threads.
@@ -48,29 +48,4 @@ class FailingNew {
   static inline thread_local bool is_armed_thread_ = false;
 };
 
-inline void* allocate_or_throw(std::size_t bytes, std::size_t alignment) {
-  void* block = FailingNew::allocate(bytes, alignment);
-  if (block == nullptr) {
-    throw std::bad_alloc();
-  }
-  return block;
-}
-
 }  // namespace pagedlora::testing_support
-
-void* operator new(std::size_t bytes) {
-  return pagedlora::testing_support::allocate_or_throw(bytes, alignof(std::max_align_t));
-}
-void* operator new(std::size_t bytes, std::align_val_t alignment) {
-  return pagedlora::testing_support::allocate_or_throw(bytes, static_cast<std::size_t>(alignment));
-}
-void* operator new(std::size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
-  return pagedlora::testing_support::FailingNew::allocate(bytes, alignof(std::max_align_t));
-}
-void operator delete(void* block) noexcept { std::free(block); }
-void operator delete(void* block, std::size_t /*bytes*/) noexcept { std::free(block); }
-void operator delete(void* block, std::align_val_t /*alignment*/) noexcept { std::free(block); }
-void operator delete(void* block, std::size_t /*bytes*/, std::align_val_t /*alignment*/) noexcept {
-  std::free(block);
-}
-void operator delete(void* block, const std::nothrow_t& /*tag*/) noexcept { std::free(block); }

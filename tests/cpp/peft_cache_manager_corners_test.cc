@@ -3,7 +3,8 @@
 // old task id and a full tier, user pins and weights that are sent again.
 #include <gtest/gtest.h>
 
-#include <array>
+#include <chrono>
+#include <functional>
 #include <memory>
 #include <vector>
 

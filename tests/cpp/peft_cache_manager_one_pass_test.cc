@@ -2,7 +2,11 @@
 // effect one by one (design 3.3, C5; 3.2).
 #include <gtest/gtest.h>
 
+#include <condition_variable>
+#include <exception>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <vector>
 
 #include "fake_source.h"
