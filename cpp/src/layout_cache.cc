@@ -24,7 +24,12 @@ std::shared_ptr<const Layout> LayoutCache::get(const std::vector<RowShape>& rows
     recency_.pop_front();
   }
   const auto recency = recency_.insert(recency_.end(), rows);
-  slots_.emplace(rows, Slot{layout, recency});
+  try {
+    slots_.emplace(rows, Slot{layout, recency});
+  } catch (...) {  // out of memory
+    recency_.erase(recency);
+    throw;
+  }
   return layout;
 }
 

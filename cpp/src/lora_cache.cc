@@ -195,12 +195,24 @@ void LoraCache::remove(TaskId task) {
 }
 
 void LoraCache::add_page_use(TaskId task, std::shared_ptr<const PageUse> use) {
-  const auto found = entries_.find(task);
-  if (found == entries_.end()) {
+  Entry* entry = find(task);
+  if (entry == nullptr) {
     broken(tier_, label(task) + " is used while absent");
   }
-  std::erase_if(found->second.uses, [](const auto& old) { return old->is_over(); });
-  found->second.uses.push_back(std::move(use));
+  std::erase_if(entry->uses, [](const auto& old) { return old->is_over(); });
+  entry->uses.reserve(entry->uses.size() + 1 + entry->pins);  // what is reserved stays free
+  entry->uses.push_back(std::move(use));
+}
+
+void LoraCache::reserve_page_use(TaskId task) {
+  Entry& entry = entries_.at(task);
+  entry.uses.reserve(entry.uses.size() + entry.pins);
+}
+
+void LoraCache::add_reserved_page_use(TaskId task, std::shared_ptr<const PageUse> use) noexcept {
+  PageUses& uses = entries_.find(task)->second.uses;
+  std::erase_if(uses, [](const auto& old) { return old->is_over(); });
+  uses.push_back(std::move(use));
 }
 
 void LoraCache::pin(TaskId task) {

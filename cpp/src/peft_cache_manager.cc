@@ -115,24 +115,40 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
   }
   TaskRecord& record = admit_record(request, task, weights, started);
   LoraCache::Entry* on_host = host_.find(task);
-  if (on_host != nullptr) {
+  const bool was_on_host = on_host != nullptr;
+  if (was_on_host) {
     ++stats_.host.hits;
     host_.use(*on_host, ++uses_);
   } else {
     bring_into_host(task, weights != nullptr ? weights->plan : record.plan, started);
     on_host = host_.find(task);
   }
-  bool is_first_owner = false;
-  const TaskOwners::Added added = owners_.add(request, task, started, &is_first_owner);
-  if (is_first_owner) {
-    host_.pin(*on_host);
-  }
+  const TaskOwners::Added added = add_owner(request, task, started, was_on_host);
   iteration_.requests_resumed += added == TaskOwners::Added::resumed ? 1U : 0U;
   LoraCache::Entry* on_device = device_.find(task);
   update_class(task, record, on_host, on_device);
   ++uses_;
   if (on_device != nullptr) {
     device_.use(*on_device, uses_);
+  }
+}
+
+// Takes back what the request has brought in if it cannot become an owner.
+TaskOwners::Added PeftCacheManager::add_owner(RequestId request, TaskId task, bool started,
+                                              bool was_on_host) {
+  try {
+    bool is_first_owner = false;
+    const TaskOwners::Added added = owners_.add(request, task, started, &is_first_owner);
+    if (is_first_owner) {
+      host_.pin(task);
+    }
+    return added;
+  } catch (...) {  // out of memory
+    if (!was_on_host) {
+      give_up_copy(Tier::host, task);
+      forget_if_gone(task);
+    }
+    throw;
   }
 }
 

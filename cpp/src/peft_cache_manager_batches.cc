@@ -29,6 +29,7 @@ std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const Reque
     wait_for_batch(lock, over);
     fill_lease(requests, *lease);
     open_leases_.push_back(lease);
+    start_requests(*lease);
   } catch (...) {
     undo_batch();
     throw;
@@ -130,9 +131,7 @@ void PeftCacheManager::wait_for_batch(Lock& lock, internal::JobList& over) {
   const Clock::Time deadline = clock_->now() + options_.load_timeout;
   for (;;) {
     expire_loads();
-    over.splice(over.end(), settle([this](const internal::FillJob& job, Tier tier) {
-                  return is_awaited(job, tier);
-                }));
+    settle(over, [this](const internal::FillJob& job, Tier tier) { return is_awaited(job, tier); });
     check_open();  // it may have been closed meanwhile
     if (std::ranges::all_of(batch_, is_settled_task)) {
       return;
@@ -180,6 +179,7 @@ void PeftCacheManager::fill_lease(std::span<const RequestId> requests, BatchLeas
   for (BatchTask& item : batch_) {
     if (item.is_pinned) {
       TaskRecord& record = records_.at(item.task);
+      device_.reserve_page_use(item.task);  // of its reads, which release_lease may add
       lease.add_task({item.task, pages_of(device_, item.task, record), record.layout});
       record.lease_position = lease.tasks().size() - 1;
       item.is_pinned = false;  // from here on the pin is the lease's
@@ -196,11 +196,16 @@ void PeftCacheManager::fill_lease(std::span<const RequestId> requests, BatchLeas
       continue;
     }
     lease.add_request(request, records_.at(*task).lease_position);
-    if (owners_.start(request)) {
-      update_class(*task);
-    }
   }
   lease.sort_requests();
+}
+
+void PeftCacheManager::start_requests(const BatchLease& lease) noexcept {
+  for (const BatchLease::LeasedRequest& leased : lease.requests()) {
+    if (owners_.start(leased.request)) {
+      update_class(lease.tasks()[leased.position].task);
+    }
+  }
 }
 
 bool PeftCacheManager::is_leased_by(const BatchLease& lease, TaskId task) const {
@@ -227,7 +232,7 @@ void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& 
   const std::shared_ptr<const PageUse> reads = device_.pool().device()->launched_work(stream);
   for (const BatchLease::LeasedTask& leased : tasks) {
     if (reads != nullptr) {
-      device_.add_page_use(leased.task, reads);
+      device_.add_reserved_page_use(leased.task, reads);
     }
     device_.unpin(leased.task);
     --leased_pins_;

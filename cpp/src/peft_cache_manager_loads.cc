@@ -27,17 +27,21 @@ void PeftCacheManager::make_room(Tier tier, std::size_t pages) {
   if (pages <= cache_of(tier).pool().num_free()) {
     return;
   }
-  std::vector<TaskId> evicted;
+  std::optional<TaskId> evicted;  // the last one; a list of them could run out of memory
+  const auto forget_last = [&] {
+    if (evicted) {
+      forget_if_gone(*evicted);
+    }
+  };
   const auto shortage = cache_of(tier).try_make_room(pages, [&](TaskId victim) {
+    forget_last();
     note_eviction(tier, victim);
-    evicted.push_back(victim);
+    evicted = victim;
   });
   if (shortage) {
     cache_of(tier).refuse(*shortage);
   }
-  for (const TaskId task : evicted) {
-    forget_if_gone(task);
-  }
+  forget_last();
 }
 
 // Counts it, and stops what fills the copy.

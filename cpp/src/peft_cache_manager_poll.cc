@@ -26,9 +26,8 @@ bool PeftCacheManager::fills(const FillJob& job, Tier tier) const {
 }
 
 // Lets what is wanted of the loads that have ended take effect, in the order in which they ended.
-// Returns the jobs that nobody needs any more: to be destroyed without the lock.
-internal::JobList PeftCacheManager::settle(const Wanted& wanted) {
-  internal::JobList over;
+// Jobs that nobody needs any more go to `over`: to be destroyed without the lock, also if this throws.
+void PeftCacheManager::settle(internal::JobList& over, const Wanted& wanted) {
   internal::JobList& finished = board_->finished;
   for (auto at = finished.begin(); at != finished.end();) {
     auto& job = static_cast<FillJob&>(**at);
@@ -43,7 +42,6 @@ internal::JobList PeftCacheManager::settle(const Wanted& wanted) {
     }
     at = next;
   }
-  return over;
 }
 
 // The job has ended, with an error or without: the entry becomes resident or absent.
@@ -174,7 +172,7 @@ std::vector<RequestId> PeftCacheManager::poll(Clock::Time timeout, const Agree& 
     expire_loads();
   }
   if (!agree) {
-    over = settle_all();
+    settle_all(over);
     return take_newly_failed();
   }
   const std::vector<LoadOutcome> ended = ended_loads();
@@ -182,7 +180,7 @@ std::vector<RequestId> PeftCacheManager::poll(Clock::Time timeout, const Agree& 
   const std::vector<LoadOutcome> agreed = agree(ended);
   lock.lock();
   apply_agreed(agreed);
-  over = settle([](const FillJob&, Tier) { return false; });
+  settle(over, [](const FillJob&, Tier) { return false; });
   return take_newly_failed();
 }
 
@@ -219,8 +217,8 @@ void PeftCacheManager::apply_agreed(const std::vector<LoadOutcome>& agreed) {
   }
 }
 
-internal::JobList PeftCacheManager::settle_all() {
-  return settle([](const FillJob&, Tier) { return true; });
+void PeftCacheManager::settle_all(internal::JobList& over) {
+  settle(over, [](const FillJob&, Tier) { return true; });
 }
 
 // In an order that does not tell which load ended first, without those that are done by now.
@@ -239,7 +237,7 @@ bool PeftCacheManager::wait_idle(Clock::Time timeout) {
   const Clock::Time deadline = clock_->now() + timeout;
   for (;;) {
     expire_loads();
-    over.splice(over.end(), settle_all());
+    settle_all(over);
     if (is_idle() || clock_->now() >= deadline) {
       return is_idle();
     }
@@ -256,7 +254,7 @@ void PeftCacheManager::close() {
     closed_ = true;
     put_workers_->stop(closed);
     ensure_workers_->stop(closed);
-    over = settle_all();
+    settle_all(over);
     board_->changed.notify_all();
   }
   over.clear();

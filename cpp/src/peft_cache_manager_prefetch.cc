@@ -28,12 +28,14 @@ void PeftCacheManager::prefetch(std::span<const TaskId> window) {
 }
 
 void PeftCacheManager::replace_window(std::span<const TaskId> window) {
+  std::vector<TaskId> next;
+  next.reserve(window.size());  // all that may fail
   for (const TaskId task : window_) {
     if (const auto found = records_.find(task); found != records_.end()) {
       found->second.window_position = kNoDistance;
     }
   }
-  std::vector<TaskId> previous = std::exchange(window_, {});
+  const std::vector<TaskId> previous = std::exchange(window_, std::move(next));
   for (const TaskId task : window) {
     const auto found = records_.find(task);
     if (found != records_.end() && found->second.window_position == kNoDistance) {

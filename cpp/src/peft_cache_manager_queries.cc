@@ -236,6 +236,11 @@ void PeftCacheManager::check_records() const {
   for (const TaskId task : window_) {
     require(records_.contains(task), task, "is unknown but in the prefetch window");
   }
+  const auto num_placed = std::ranges::count_if(
+      records_, [](const auto& item) { return item.second.window_position != kNoDistance; });
+  if (static_cast<std::size_t>(num_placed) != window_.size()) {
+    throw std::logic_error("a task has a place in a prefetch window that is over");
+  }
 }
 
 }  // namespace pagedlora

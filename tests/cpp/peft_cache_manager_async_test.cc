@@ -1,64 +1,22 @@
-// Loads that are late, fail, or never end: workers, levels, time-outs, and what takes effect when
-// (design 3.3: C1, C3, C4; 3.4: O5, O6, L5, L6, L8).
+// Loads that are late or fail: workers, levels, whose pages are waited for, and what takes effect when
+// (design 3.3: C1, C3; 3.4: O5, O6, L5, L6).
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <thread>
 
 #include "pagedlora/errors.h"
 #include "pagedlora/peft_cache_manager.h"
-#include "peft_fixture.h"
+#include "peft_async_fixture.h"
 #include "thrown_by.h"
 
 namespace pagedlora {
 namespace {
 
-using testing_support::CopyFailure;
 using testing_support::holds;
-using testing_support::PeftTest;
+using testing_support::PeftAsyncTest;
 using testing_support::TestAdapter;
-
-class PeftAsyncTest : public PeftTest {
- protected:
-  PeftAsyncTest() {
-    options_.clock = clock_;
-    options_.load_timeout = kLimit;
-    options_.num_put_workers = 2;
-    options_.num_ensure_workers = 2;
-  }
-  ~PeftAsyncTest() override {
-    for (const TestAdapter& adapter : blocked_) {
-      adapter.source->gate.open();
-    }
-    device_->copies.open();
-  }
-
-  // Registered, with reads that hang until its gate is opened.
-  TaskId register_blocked(std::uint32_t pages, std::size_t hole_bytes = 0) {
-    const TaskId task = register_adapter(pages, hole_bytes);
-    block(adapters_.at(task));
-    return task;
-  }
-  void block(const TestAdapter& adapter) {
-    adapter.source->gate.close();
-    blocked_.push_back(adapter);
-  }
-  void wait_until_read_begins(TaskId task) { source_of(task).gate.wait_for_begun(1); }
-  void let_time_pass() { clock_->advance(kLimit); }
-
-  // Until the request's load has taken effect.
-  void poll_until_loaded(std::uint64_t request) {
-    while (state_of(request) == AdapterState::loading) {
-      manager_->poll(std::chrono::seconds(1));
-    }
-  }
-
-  static constexpr Clock::Time kLimit = std::chrono::seconds(10);
-  const std::shared_ptr<ManualClock> clock_ = std::make_shared<ManualClock>();
-  std::vector<TestAdapter> blocked_;
-};
 
 TEST_F(PeftAsyncTest, O5_ARequestIsLoadingUntilAPollSaysThatItIsReady) {
   make_manager(8, 8);
@@ -122,154 +80,6 @@ TEST_F(PeftAsyncTest, C1_AFailureIsALevelUntilTheRequestIsDone) {
   EXPECT_EQ(manager_->adapter_error(RequestId{1}), nullptr);
   add(1, task);
   EXPECT_EQ(state_of(1), AdapterState::ready);
-}
-
-TEST_F(PeftAsyncTest, C4_ATimeOutFreesThePagesAtOnceAndTheLateReaderWritesNothing) {
-  make_manager(2, 2);
-  const TaskId late = register_blocked(2);
-  start_to_add(1, late);
-  wait_until_read_begins(late);
-  manager_->poll();
-  EXPECT_EQ(state_of(1), AdapterState::loading) << "its time is not up";
-  let_time_pass();
-  EXPECT_EQ(manager_->poll(), std::vector{RequestId{1}});
-  EXPECT_TRUE(holds<AdapterLoadTimeout>(manager_->adapter_error(RequestId{1})));
-  EXPECT_EQ(manager_->free_pages(Tier::host), 2U);
-  const TaskId next = register_adapter(2);
-  add(2, next);  // in the same pages
-  source_of(late).gate.open();
-  while (source_of(late).live_readers != 0) {
-    std::this_thread::yield();
-  }
-  EXPECT_TRUE(content_is_right(next, Tier::host));
-  done(1);
-  done(2);
-  add(1, late);  // a retry works
-  EXPECT_TRUE(content_is_right(late, Tier::host));
-}
-
-TEST_F(PeftAsyncTest, C4_TheLimitCountsFromWhenAWorkerTakesTheLoad) {
-  options_.num_put_workers = 1;
-  make_manager(8, 8);
-  const TaskId first = register_blocked(1);
-  const TaskId second = register_blocked(1);
-  start_to_add(1, first);
-  start_to_add(2, second);
-  wait_until_read_begins(first);
-  let_time_pass();
-  EXPECT_EQ(manager_->poll(), std::vector{RequestId{1}});
-  wait_until_read_begins(second);  // by the worker that took the place
-  manager_->poll();
-  EXPECT_EQ(state_of(2), AdapterState::loading);
-  let_time_pass();
-  EXPECT_EQ(manager_->poll(), std::vector{RequestId{2}});
-}
-
-TEST_F(PeftAsyncTest, L8_SourcesThatBlockForEverHarmOnlyTheirOwnRequests) {
-  make_manager(16, 16);
-  const std::uint64_t num_blocked = options_.num_put_workers + 1;
-  std::vector<TaskId> blocked;
-  for (std::uint64_t i = 0; i < num_blocked; ++i) {
-    blocked.push_back(register_blocked(1));
-    start_to_add(i, blocked.back());
-  }
-  const TaskId healthy = register_adapter(1);
-  start_to_add(9, healthy);
-  for (std::uint64_t i = 0; i + 1 < num_blocked; ++i) {
-    wait_until_read_begins(blocked[i]);
-  }
-  let_time_pass();
-  EXPECT_EQ(manager_->poll().size(), num_blocked - 1) << "all workers were stuck";
-  poll_until_loaded(9);
-  EXPECT_TRUE(content_is_right(*ensure({9}), 9));
-  wait_until_read_begins(blocked.back());
-  let_time_pass();
-  EXPECT_EQ(manager_->poll(), std::vector{RequestId{num_blocked - 1}});
-  for (std::uint64_t i = 0; i < num_blocked; ++i) {
-    EXPECT_TRUE(holds<AdapterLoadTimeout>(manager_->adapter_error(RequestId{i})));
-  }
-  manager_->check_invariants();
-  manager_->close();  // returns, though the readers are still out
-  manager_.reset();
-}
-
-TEST_F(PeftAsyncTest, C4_BeyondSixteenAbandonedReadersLoadsFailAtOnce) {
-  options_.num_put_workers = 1;
-  make_manager(32, 32);
-  constexpr std::uint64_t kMostBlocked = 16 + 1;  // abandoned ones, and the last worker
-  for (std::uint64_t i = 0; i < kMostBlocked; ++i) {
-    const TaskId task = register_blocked(1);
-    start_to_add(i, task);
-    wait_until_read_begins(task);
-    let_time_pass();
-    EXPECT_EQ(manager_->poll(), std::vector{RequestId{i}});
-  }
-  const TaskId healthy = register_adapter(1);
-  start_to_add(99, healthy);
-  EXPECT_EQ(manager_->poll(), std::vector{RequestId{99}}) << "without any time";
-  EXPECT_TRUE(holds<AdapterLoadTimeout>(manager_->adapter_error(RequestId{99})));
-  EXPECT_EQ(source_of(healthy).opens, 0);
-  done(99);
-  for (const TestAdapter& adapter : blocked_) {
-    adapter.source->gate.open();
-  }
-  while (state_of(99) != AdapterState::ready) {  // once the storage answers again
-    done(99);
-    start_to_add(99, healthy);
-    manager_->poll();
-    std::this_thread::yield();
-  }
-}
-
-TEST_F(PeftAsyncTest, L1_ABatchGivesUpACopyThatNeverEndsAndKeepsTheOthers) {
-  make_manager(8, 8);
-  const TaskId stuck = register_adapter(2);
-  const TaskId fine = register_adapter(2);
-  add(1, stuck);
-  add(2, fine);
-  device_->copies.close();
-  std::thread helper([&] {
-    device_->copies.wait_for_begun(2);
-    device_->copies.let_pass(1);
-    while (device_->copied_bytes == 0) {
-      std::this_thread::yield();
-    }
-    let_time_pass();
-  });
-  const auto lease = ensure({1, 2});
-  helper.join();
-  EXPECT_EQ(lease->errors().size(), 1U);
-  for (const auto& [request, error] : lease->errors()) {
-    EXPECT_TRUE(holds<AdapterLoadTimeout>(error));
-  }
-  const std::uint64_t leased = lease->requests().front().request.value;
-  EXPECT_TRUE(content_is_right(*lease, leased));
-  EXPECT_EQ(manager_->resident_tasks(Tier::device), 1U);
-  EXPECT_EQ(state_of(3 - leased), AdapterState::ready) << "its host copy is there";
-}
-
-TEST_F(PeftAsyncTest, L1_ABatchWaitsNoLongerThanTheLimitForALoadBehindOthers) {
-  options_.num_put_workers = 1;
-  make_manager(8, 8);
-  const TaskId blocking = register_blocked(1);
-  const TaskId queued = register_adapter(1);
-  start_to_add(1, blocking);
-  wait_until_read_begins(blocking);
-  clock_->advance(kLimit / 2);
-  start_to_add(2, queued);
-  std::thread helper([&] {
-    while (manager_->free_pages(Tier::device) == 8) {
-      std::this_thread::yield();
-    }
-    source_of(queued).gate.close();
-    let_time_pass();
-  });
-  blocked_.push_back(adapters_.at(queued));
-  const auto lease = ensure({2});
-  helper.join();
-  // Either its own load was begun and is late, or it still waits for a worker.
-  ASSERT_EQ(lease->errors().size() + lease->tasks().size(), 1U);
-  EXPECT_EQ(manager_->free_pages(Tier::device), lease->tasks().empty() ? 8U : 7U);
 }
 
 TEST_F(PeftAsyncTest, L5_WhoTakesThePagesOfARunningCopysSourceWaitsForIt) {
@@ -420,11 +230,7 @@ TEST_F(PeftAsyncTest, C3_ABatchTakesOverOnlyTheLoadsThatItWaitsFor) {
 }
 
 TEST_F(PeftAsyncTest, OnePassFillsBothTiersWhereTheDeviceIsOrdinaryMemory) {
-  const auto device = std::make_shared<fake::Device>(true);
-  options_.host_cache_bytes = options_.device_cache_bytes = 8 * kPageBytes;
-  options_.page_bytes = kPageBytes;
-  manager_ =
-      std::make_unique<PeftCacheManager>(config_, options_, device, eviction_policy_factory("lru"));
+  make_one_pass_manager(8, 8);
   const TaskId task = register_blocked(4, 10'000);
   start_to_add(1, task);
   wait_until_read_begins(task);
@@ -438,10 +244,7 @@ TEST_F(PeftAsyncTest, OnePassFillsBothTiersWhereTheDeviceIsOrdinaryMemory) {
   helper.join();
   EXPECT_TRUE(content_is_right(*lease, 1));
   EXPECT_TRUE(content_is_right(task, Tier::host));
-  EXPECT_EQ(device->copies_from_host, 0) << "no copy between the tiers";
-  manager_->check_invariants();
-  lease->close();
-  manager_.reset();
+  EXPECT_EQ(one_pass_device_->copies_from_host, 0) << "no copy between the tiers";
 }
 
 TEST_F(PeftAsyncTest, ClosingGivesUpEveryLoadAndReturns) {
@@ -459,25 +262,6 @@ TEST_F(PeftAsyncTest, ClosingGivesUpEveryLoadAndReturns) {
   EXPECT_EQ(manager_->free_pages(Tier::host), 8U);
   EXPECT_EQ(manager_->free_pages(Tier::device), 8U);
   EXPECT_THROW(start_to_add(2, blocked), InvalidArgumentError);
-}
-
-TEST_F(PeftAsyncTest, WaitIdleReturnsAfterItsTime) {
-  options_.load_timeout = std::chrono::hours(1);
-  make_manager(8, 8);
-  const TaskId blocked = register_blocked(2);
-  start_to_add(1, blocked);
-  std::atomic<bool> returned{false};
-  std::thread helper([&] {
-    while (!returned) {
-      clock_->advance(std::chrono::milliseconds(100));
-      std::this_thread::yield();
-    }
-  });
-  EXPECT_FALSE(manager_->wait_idle(std::chrono::seconds(1)));
-  returned = true;
-  helper.join();
-  source_of(blocked).gate.open();
-  EXPECT_TRUE(manager_->wait_idle(kPatience));
 }
 
 }  // namespace

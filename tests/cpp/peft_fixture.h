@@ -99,10 +99,14 @@ class PeftTest : public ::testing::Test {
   }
 
   void make_manager(std::size_t host_pages, std::size_t device_pages) {
+    make_manager_over(device_, host_pages, device_pages);
+  }
+  void make_manager_over(std::shared_ptr<Device> device, std::size_t host_pages,
+                         std::size_t device_pages) {
     options_.host_cache_bytes = host_pages * kPageBytes;
     options_.device_cache_bytes = device_pages * kPageBytes;
     options_.page_bytes = kPageBytes;
-    manager_ = std::make_unique<PeftCacheManager>(config_, options_, device_,
+    manager_ = std::make_unique<PeftCacheManager>(config_, options_, std::move(device),
                                                   eviction_policy_factory("lru"));
   }
 

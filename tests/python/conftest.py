@@ -1,5 +1,6 @@
 """Fixtures for all Python tests."""
 
+from tests.support.async_bench import bench, make_bench
 from tests.support.cache_fixtures import make_cache, small_cache
 
-__all__ = ["make_cache", "small_cache"]
+__all__ = ["bench", "make_bench", "make_cache", "small_cache"]

@@ -107,6 +107,11 @@ class LoraCache {
   void use(TaskId task, std::uint64_t use);  // numbered in call order; absent tasks are ignored
   void add_page_use(TaskId task, std::shared_ptr<const PageUse> use);  // loading or resident
 
+  // For those that must not fail: each holder of a pin may reserve one use, and add it before it
+  // unpins.
+  void reserve_page_use(TaskId task);
+  void add_reserved_page_use(TaskId task, std::shared_ptr<const PageUse> use) noexcept;
+
   // `distance` counts in the class `waiting` only. Absent tasks are ignored.
   void set_class(TaskId task, EvictionClass eviction_class, std::uint64_t distance = 0);
 

@@ -28,8 +28,8 @@
 // its batch waits for it, in ensure_batch. A load that fails, or takes longer
 // than the limit, gives its pages back and makes the task's owners `failed`: a level that each of
 // them keeps until it is marked done. A call that throws has changed neither owners nor residency,
-// with one exception: old weights under a task id that nobody used are gone once the load of new
-// ones has begun.
+// with two exceptions: old weights under a task id that nobody used are gone once the load of new
+// ones has begun; and room that was made stays free if std::bad_alloc comes after that.
 //
 // Thread-safe: one lock, never held while anybody reads, copies or waits; one batch is ensured at a
 // time. ensure_batch, poll, wait_idle and close wait, each no longer than it says.
@@ -265,6 +265,7 @@ class PeftCacheManager {
                            bool started);
   void admit_carried(TaskId task, const CarriedWeights& weights, bool started);
   void replace_carried(TaskId task, const TaskRecord& old, std::size_t pages, bool started);
+  TaskOwners::Added add_owner(RequestId request, TaskId task, bool started, bool was_on_host);
   std::shared_ptr<const Layout> layout_of(TaskRecord& record);
   void check_fits_some_day(TaskRecord& record);
   void check_plan(const AdapterPlan& plan) const;
@@ -300,8 +301,8 @@ class PeftCacheManager {
   // What has ended (peft_cache_manager_poll.cc)
   bool is_current(const internal::FillJob& job) const;
   bool fills(const internal::FillJob& job, Tier tier) const;
-  internal::JobList settle(const Wanted& wanted);
-  internal::JobList settle_all();
+  void settle(internal::JobList& over, const Wanted& wanted);
+  void settle_all(internal::JobList& over);
   void apply(internal::FillJob& job, Tier tier, const std::exception_ptr& error);
   void apply_to_host(TaskRecord& record, internal::FillJob& job, const std::exception_ptr& error);
   void apply_to_device(TaskRecord& record, internal::FillJob& job, const std::exception_ptr& error);
@@ -326,6 +327,7 @@ class PeftCacheManager {
   bool is_settled(const BatchTask& item) const;
   void give_back_unsettled(const std::exception_ptr& error);
   void fill_lease(std::span<const RequestId> requests, BatchLease& lease);
+  void start_requests(const BatchLease& lease) noexcept;
   std::exception_ptr error_of(RequestId request) const;
   bool is_leased_by(const BatchLease& lease, TaskId task) const;
   void undo_batch() noexcept;

@@ -30,11 +30,12 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
 
   // An open, empty lease.
   std::shared_ptr<BatchLease> make(BatchLease::Release release) {
-    std::unique_ptr<BatchLease> lease = take_lease();
-    lease->reopen(std::move(release));
     const auto pool = shared_from_this();
-    return {lease.release(), [pool](BatchLease* unheld) noexcept { pool->take_back(unheld); },
-            BlockAllocator<std::byte>(pool)};
+    std::shared_ptr<BatchLease> lease(
+        take_lease().release(), [pool](BatchLease* unheld) noexcept { pool->take_back(unheld); },
+        BlockAllocator<std::byte>(pool));
+    lease->reopen(std::move(release));  // last: what fails before must not call it
+    return lease;
   }
 
  private:
