@@ -39,6 +39,7 @@ from pagedlora.scheduler.step import ContextChunk, SchedulerOutput
 
 if TYPE_CHECKING:
     from pagedlora.engine.llm import LLM
+    from pagedlora.engine.request_stream import RequestStream
 
 __all__ = [
     "LLM",
@@ -82,6 +83,7 @@ __all__ = [
     "PeftTaskNotCachedError",
     "RequestConflictError",
     "RequestOutput",
+    "RequestStream",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",
@@ -98,4 +100,8 @@ def __getattr__(name: str) -> object:
         from pagedlora.engine.llm import LLM
 
         return LLM
+    if name == "RequestStream":
+        from pagedlora.engine.request_stream import RequestStream
+
+        return RequestStream
     raise AttributeError(f"module 'pagedlora' has no attribute {name!r}")
