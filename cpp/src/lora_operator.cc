@@ -21,7 +21,7 @@ static_assert(kRankLanes == kMaxBlockRanks);
 constexpr std::uint32_t kOutChunk = 2048;
 
 // How long before its use memory is asked for weights, in weights: what it delivers in between.
-constexpr std::size_t kReadAheadBytes = 8192;
+constexpr std::size_t kReadAheadBytes = 16384;
 
 bool same_task(const TaskPages& a, const TaskPages& b) {
   return a.pages == b.pages && a.layout == b.layout && a.base == b.base;

@@ -201,7 +201,8 @@ void expand_row(const ExpandArgs& args) {
 }
 
 constexpr std::uint32_t kPiece = 2 * kOutLanes;  // output features of a tile of rows at a time
-constexpr std::uint32_t kPieceBlocks = 8;        // blocks whose columns are kept at a time
+constexpr std::uint32_t kPiecesAhead = 4;
+constexpr std::uint32_t kPieceBlocks = 8;  // blocks whose columns are kept at a time
 
 struct PieceColumns {
   __m512 ranks[kRankLanes][2];
@@ -278,9 +279,22 @@ PAGEDLORA_INLINE void load_piece(const WeightsPart& block, std::uint32_t first_o
   }
 }
 
+// Rows of y are read a piece at a time, which no processor expects. Pieces after the end are those
+// of the next call.
+template <class X>
+PAGEDLORA_INLINE void prefetch_y(const ExpandArgs& args, std::uint32_t first_out) {
+  for (std::uint32_t row = 0; row < args.num_rows; ++row) {
+    __builtin_prefetch(static_cast<const X*>(args.y) + row * args.y_row_stride + first_out);
+  }
+}
+
 template <class X, class W>
 void expand_tile(const ExpandArgs& args) {
+  for (std::uint32_t first = 0; first < kPiecesAhead * kPiece; first += kPiece) {
+    prefetch_y<X>(args, first);
+  }
   for (std::uint32_t first = 0; first < args.length; first += kPiece) {
+    prefetch_y<X>(args, first + kPiecesAhead * kPiece);
     const std::uint32_t left = args.length - first;
     const std::uint32_t num_outs = left < kPiece ? left : kPiece;
     __m512 sums[kTileRows][2];
