@@ -17,10 +17,7 @@ using internal::WeightsPart;
 
 static_assert(kRankLanes == kMaxBlockRanks);
 
-// Output features whose weights are read block by block. Does not affect results.
-constexpr std::uint32_t kOutChunk = 2048;
-
-// How long before its use memory is asked for weights, in weights: what it delivers in between.
+// Memory is asked for weights while it still has to deliver so many before them.
 constexpr std::size_t kReadAheadBytes = 16384;
 
 bool same_task(const TaskPages& a, const TaskPages& b) {
@@ -68,7 +65,7 @@ void add_b_parts(const TaskPages& task, std::span<const Block> blocks,
   const Part& last = layout.b_parts(blocks.front()).back();
   const std::uint32_t out_features = last.begin + last.length;
   for (std::uint32_t begin = 0; begin < out_features;) {
-    std::uint32_t end = std::min(begin + kOutChunk, out_features);
+    std::uint32_t end = std::min(begin + internal::kMaxExpandLength, out_features);
     for (const Block& block : blocks) {
       const Part& part = part_with(layout.b_parts(block), begin);
       end = std::min(end, part.begin + part.length);

@@ -162,21 +162,18 @@ PAGEDLORA_INLINE void add_to_y(const float* sums, X* y, std::uint32_t length) {
   }
 }
 
-constexpr std::uint32_t kRowChunk = 2048;  // output features of one row between passes
-
 // One row: block by block, in the order of memory.
-template <class W>
-PAGEDLORA_INLINE void expand_row_chunk(const ExpandArgs& args, std::uint32_t first,
-                                       std::uint32_t length, float* sums) {
+template <class X, class W>
+void expand_row(const ExpandArgs& args) {
+  float sums[kMaxExpandLength];
   for (std::uint32_t block = 0; block < args.num_blocks; ++block) {
     const Spread spread = spread_to_lanes(args.blocks[block].rank_count);
-    const W* b =
-        static_cast<const W*>(args.blocks[block].at) + std::size_t{first} * spread.rank_count;
+    const W* b = static_cast<const W*>(args.blocks[block].at);
     const float* t = args.t + block * kRankLanes;
-    for (std::uint32_t o = 0; o < length; o += kOutLanes) {
+    for (std::uint32_t o = 0; o < args.length; o += kOutLanes) {
       read_ahead(*args.ahead, kOutLanes * sizeof(W) * spread.rank_count);
       __m512 columns[kRankLanes];
-      const std::uint32_t left = length - o;
+      const std::uint32_t left = args.length - o;
       load_columns(b + std::size_t{o} * spread.rank_count, spread,
                    left < kOutLanes ? left : kOutLanes, columns);
       __m512 sum = block == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + o);
@@ -187,22 +184,12 @@ PAGEDLORA_INLINE void expand_row_chunk(const ExpandArgs& args, std::uint32_t fir
       _mm512_storeu_ps(sums + o, sum);
     }
   }
-}
-
-template <class X, class W>
-void expand_row(const ExpandArgs& args) {
-  float sums[kRowChunk];
-  for (std::uint32_t first = 0; first < args.length; first += kRowChunk) {
-    const std::uint32_t left = args.length - first;
-    const std::uint32_t length = left < kRowChunk ? left : kRowChunk;
-    expand_row_chunk<W>(args, first, length, sums);
-    add_to_y(sums, static_cast<X*>(args.y) + first, length);
-  }
+  add_to_y(sums, static_cast<X*>(args.y), args.length);
 }
 
 constexpr std::uint32_t kPiece = 2 * kOutLanes;  // output features of a tile of rows at a time
-constexpr std::uint32_t kPiecesAhead = 4;
-constexpr std::uint32_t kPieceBlocks = 8;  // blocks whose columns are kept at a time
+constexpr std::uint32_t kPiecesAhead = 4;        // how early rows of y are asked for
+constexpr std::uint32_t kPieceBlocks = 8;        // blocks whose columns are kept at a time
 
 struct PieceColumns {
   __m512 ranks[kRankLanes][2];
@@ -279,8 +266,8 @@ PAGEDLORA_INLINE void load_piece(const WeightsPart& block, std::uint32_t first_o
   }
 }
 
-// Rows of y are read a piece at a time, which no processor expects. Pieces after the end are those
-// of the next call.
+// A row of y is read one cache line a piece, too rarely for processors to foresee it. Pieces after
+// the end are mostly those of the next call.
 template <class X>
 PAGEDLORA_INLINE void prefetch_y(const ExpandArgs& args, std::uint32_t first_out) {
   for (std::uint32_t row = 0; row < args.num_rows; ++row) {

@@ -17,7 +17,8 @@
 namespace pagedlora::internal {
 
 inline constexpr std::uint32_t kTileRows = 16;
-inline constexpr std::uint32_t kRankLanes = 8;  // floats of rank space per row and block
+inline constexpr std::uint32_t kRankLanes = 8;           // floats of rank space per row and block
+inline constexpr std::uint32_t kMaxExpandLength = 2048;  // a multiple of every register's floats
 inline constexpr std::size_t kNumDtypes = 3;
 
 // Some features of a block's A [rank_count, length] or B [length, rank_count], in one piece.
@@ -50,13 +51,12 @@ struct ShrinkArgs {
 
 // y[row, o] = narrow(widen(y[row, o]) + sum over blocks and r of b[o, r] * t[block, row, r]).
 struct ExpandArgs {
-  const float* t =
-      nullptr;  // [num_blocks, num_rows, kRankLanes]; lanes from rank_count on are zero
+  const float* t = nullptr;  // [num_blocks, num_rows, kRankLanes], zero from rank_count on
   std::uint32_t num_rows = 0;
   const WeightsPart* blocks = nullptr;  // a part of B of every block, with the same features
   std::uint32_t num_blocks = 0;
-  std::uint32_t length = 0;
-  void* y = nullptr;  // [num_rows, length], activations dtype
+  std::uint32_t length = 0;  // at most kMaxExpandLength
+  void* y = nullptr;         // [num_rows, length], activations dtype
   std::int64_t y_row_stride = 0;
   ReadAhead* ahead = nullptr;  // required
 };
