@@ -4,6 +4,7 @@
 #include <string>
 
 #include "internal/lora_kernels.h"
+#include "internal/read_ahead.h"
 #include "pagedlora/errors.h"
 
 namespace pagedlora {
@@ -11,12 +12,13 @@ namespace {
 
 using internal::kRankLanes;
 using internal::kTileRows;
+using internal::ReadAhead;
+using internal::WeightsPart;
 
 static_assert(kRankLanes == kMaxBlockRanks);
 
-// Output features handled between two passes over the blocks: what keeps the accumulators of a
-// tile in the second-level cache. Does not affect results.
-constexpr std::uint32_t kOutChunk = 2048;
+// Memory is asked for weights while it still has to deliver so many before them.
+constexpr std::size_t kReadAheadBytes = 16384;
 
 bool same_task(const TaskPages& a, const TaskPages& b) {
   return a.pages == b.pages && a.layout == b.layout && a.base == b.base;
@@ -27,37 +29,61 @@ const std::byte* element(const void* base, std::int64_t index, Dtype dtype) {
          index * static_cast<std::int64_t>(element_bytes(dtype));
 }
 
-using PartsOf = std::span<const Part> (Layout::*)(const Block&) const;
-
-// The part after blocks[block]'s part `part` in the order of a pass, or `otherwise` after the last.
-const std::byte* part_after(const TaskPages& task, std::span<const Block> blocks, std::size_t block,
-                            std::size_t part, PartsOf parts_of, const std::byte* otherwise) {
-  const std::span<const Part> parts = (task.layout->*parts_of)(blocks[block]);
-  if (part + 1 < parts.size()) {
-    return task.address(parts[part + 1].at);
-  }
-  if (block + 1 < blocks.size()) {
-    return task.address((task.layout->*parts_of)(blocks[block + 1]).front().at);
-  }
-  return otherwise;
-}
-
 std::byte* element(void* base, std::int64_t index, Dtype dtype) {
   return static_cast<std::byte*>(base) + index * static_cast<std::int64_t>(element_bytes(dtype));
 }
 
-std::size_t first_touching(std::span<const LoraBatch::Run> runs, std::size_t from,
-                           ModuleIndex module) {
-  while (from < runs.size() && !runs[from].task.layout->row_of(module)) {
-    ++from;
-  }
-  return from;
+// Features [from, to) of a part of A (all of it) or B.
+WeightsPart weights_part(const TaskPages& task, const Block& block, const Part& part,
+                         std::uint32_t from, std::uint32_t to) {
+  const std::int64_t skipped = std::int64_t{from - part.begin} * block.rank_count;
+  return {.at = element(task.address(part.at), skipped, task.dtype),
+          .bytes = std::size_t{to - from} * block.rank_count * element_bytes(task.dtype),
+          .begin = from,
+          .length = to - from,
+          .rank_count = block.rank_count};
 }
 
-const std::byte* first_weights(const TaskPages& task, ModuleIndex module) {
+void add_a_parts(const TaskPages& task, std::span<const Block> blocks,
+                 std::vector<WeightsPart>& into) {
+  for (const Block& block : blocks) {
+    for (const Part& part : task.layout->a_parts(block)) {
+      into.push_back(weights_part(task, block, part, part.begin, part.begin + part.length));
+    }
+  }
+}
+
+const Part& part_with(std::span<const Part> parts, std::uint32_t feature) {
+  return *std::ranges::find_if(
+      parts, [&](const Part& part) { return feature < part.begin + part.length; });
+}
+
+// Cuts all blocks at the same output features, wherever a part of one of them begins.
+void add_b_parts(const TaskPages& task, std::span<const Block> blocks,
+                 std::vector<WeightsPart>& into) {
   const Layout& layout = *task.layout;
-  const Block& block = layout.blocks_of_row(*layout.row_of(module)).front();
-  return task.address(layout.a_parts(block).front().at);
+  const Part& last = layout.b_parts(blocks.front()).back();
+  const std::uint32_t out_features = last.begin + last.length;
+  for (std::uint32_t begin = 0; begin < out_features;) {
+    std::uint32_t end = std::min(begin + internal::kMaxExpandLength, out_features);
+    for (const Block& block : blocks) {
+      const Part& part = part_with(layout.b_parts(block), begin);
+      end = std::min(end, part.begin + part.length);
+    }
+    for (const Block& block : blocks) {
+      const Part& part = part_with(layout.b_parts(block), begin);
+      into.push_back(weights_part(task, block, part, begin, end));
+    }
+    begin = end;
+  }
+}
+
+ReadAhead start_reading(std::span<const WeightsPart> parts) {
+  ReadAhead ahead{parts.data(), parts.data() + parts.size(), 0};
+  for (std::size_t bytes = 0; bytes < kReadAheadBytes; bytes += kSlotBytes) {
+    internal::read_ahead(ahead, kSlotBytes);
+  }
+  return ahead;
 }
 
 }  // namespace
@@ -83,60 +109,98 @@ LoraBatch::LoraBatch(std::span<const Segment> segments) {
   }
 }
 
+// A run that touches the module, and its weights in Scratch::parts: A of all blocks, one block after
+// the other, then B, cut by add_b_parts.
+struct LoraOperator::Work {
+  const LoraBatch::Run* run = nullptr;
+  std::uint32_t row = 0;
+  std::size_t first_a = 0;
+  std::size_t first_b = 0;
+  std::size_t end = 0;
+};
+
+struct LoraOperator::Scratch {
+  std::vector<WeightsPart> parts;
+  std::vector<Work> works;
+  std::vector<float> rank_space;  // scale * A x: [blocks of the row, rows of a tile, kRankLanes]
+};
+
 // One tile of rows of one run: what the two passes share.
 struct LoraOperator::Tile {
-  const TaskPages& task;
   std::span<const Block> blocks;
+  std::span<const WeightsPart> a;
+  std::span<const WeightsPart> b;
   float scale;
   const void* x;
   void* y;
   std::int64_t x_row_stride;
   std::int64_t y_row_stride;
   std::uint32_t num_rows;
-  const std::byte* next_weights;  // read after this tile's, if any: a hint
+  ReadAhead* ahead;
 };
 
 LoraOperator::LoraOperator(Dtype weights_dtype, Isa isa)
-    : weights_dtype_(weights_dtype), isa_(isa) {
+    : weights_dtype_(weights_dtype), isa_(isa), scratch_(std::make_unique<Scratch>()) {
   if (isa > best_isa()) {
     throw InvalidArgumentError("this processor or build cannot run the instruction set " +
                                std::string(isa_name(isa)) + "; use best_isa()");
   }
 }
 
+LoraOperator::LoraOperator(LoraOperator&&) noexcept = default;
+LoraOperator& LoraOperator::operator=(LoraOperator&&) noexcept = default;
+LoraOperator::~LoraOperator() = default;
+
 void LoraOperator::apply(const LoraBatch& batch, ModuleIndex module,
                          const Activations& activations) {
   check(batch, module, activations);
+  find_work(batch, module);
   const internal::LoraKernels& kernels =
       internal::lora_kernels(activations.dtype, weights_dtype_, isa_);
-  const std::span<const LoraBatch::Run> runs = batch.runs();
-  std::size_t next = first_touching(runs, 0, module);
-  while (next < runs.size()) {
-    const LoraBatch::Run& run = runs[next];
-    next = first_touching(runs, next + 1, module);
-    const std::byte* next_weights =
-        next < runs.size() ? first_weights(runs[next].task, module) : nullptr;
-    apply_run(kernels, run, module, activations, next_weights);
+  ReadAhead ahead = start_reading(scratch_->parts);
+  for (const Work& work : scratch_->works) {
+    apply_run(kernels, work, activations, ahead);
   }
 }
 
-void LoraOperator::apply_run(const internal::LoraKernels& kernels, const LoraBatch::Run& run,
-                             ModuleIndex module, const Activations& activations,
-                             const std::byte* next_weights) {
+void LoraOperator::find_work(const LoraBatch& batch, ModuleIndex module) {
+  auto& [parts, works, rank_space] = *scratch_;
+  parts.clear();
+  works.clear();
+  for (const LoraBatch::Run& run : batch.runs()) {
+    const std::optional<std::uint32_t> row = run.task.layout->row_of(module);
+    if (!row) {
+      continue;
+    }
+    const std::span<const Block> blocks = run.task.layout->blocks_of_row(*row);
+    Work& work = works.emplace_back(Work{.run = &run, .row = *row, .first_a = parts.size()});
+    add_a_parts(run.task, blocks, parts);
+    work.first_b = parts.size();
+    add_b_parts(run.task, blocks, parts);
+    work.end = parts.size();
+  }
+}
+
+void LoraOperator::apply_run(const internal::LoraKernels& kernels, const Work& work,
+                             const Activations& activations, ReadAhead& ahead) {
   const Dtype dtype = activations.dtype;
-  const std::uint32_t row = *run.task.layout->row_of(module);
+  const LoraBatch::Run& run = *work.run;
+  const WeightsPart* parts = scratch_->parts.data();
+  ReadAhead nothing;  // the caches hold the weights after the first tile
   for (std::uint32_t done = 0; done < run.num_rows; done += kTileRows) {
     const std::int64_t first = static_cast<std::int64_t>(run.first_row) + done;
-    apply_tile(kernels, dtype,
-               {.task = run.task,
-                .blocks = run.task.layout->blocks_of_row(row),
-                .scale = run.task.scales[row],
-                .x = element(activations.x, first * activations.x_row_stride, dtype),
-                .y = element(activations.y, first * activations.y_row_stride, dtype),
-                .x_row_stride = activations.x_row_stride,
-                .y_row_stride = activations.y_row_stride,
-                .num_rows = std::min(kTileRows, run.num_rows - done),
-                .next_weights = next_weights});
+    const Tile tile{.blocks = run.task.layout->blocks_of_row(work.row),
+                    .a = {parts + work.first_a, parts + work.first_b},
+                    .b = {parts + work.first_b, parts + work.end},
+                    .scale = run.task.scales[work.row],
+                    .x = element(activations.x, first * activations.x_row_stride, dtype),
+                    .y = element(activations.y, first * activations.y_row_stride, dtype),
+                    .x_row_stride = activations.x_row_stride,
+                    .y_row_stride = activations.y_row_stride,
+                    .num_rows = std::min(kTileRows, run.num_rows - done),
+                    .ahead = done == 0 ? &ahead : &nothing};
+    shrink(kernels, *run.task.layout, tile);
+    expand(kernels, dtype, tile);
   }
 }
 
@@ -160,74 +224,39 @@ void LoraOperator::check(const LoraBatch& batch, ModuleIndex module,
   }
 }
 
-void LoraOperator::apply_tile(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile) {
-  shrink(kernels, dtype, tile);
-  const Layout& layout = *tile.task.layout;
-  const Part& last = layout.b_parts(tile.blocks.front()).back();
-  const std::uint32_t out_features = last.begin + last.length;
-  for (std::uint32_t begin = 0; begin < out_features; begin += kOutChunk) {
-    const std::uint32_t length = std::min(kOutChunk, out_features - begin);
-    expand(kernels, tile, begin, length);
-    kernels.add({.acc = out_space_.data(),
-                 .acc_row_stride = length,
-                 .y = element(tile.y, begin, dtype),
-                 .y_row_stride = tile.y_row_stride,
-                 .num_rows = tile.num_rows,
-                 .length = length});
-  }
-}
-
-void LoraOperator::shrink(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile) {
-  const Layout& layout = *tile.task.layout;
+void LoraOperator::shrink(const internal::LoraKernels& kernels, const Layout& layout,
+                          const Tile& tile) {
   const std::size_t floats_per_block = std::size_t{tile.num_rows} * kRankLanes;
-  rank_space_.assign(tile.blocks.size() * floats_per_block, 0.0F);
-  const std::byte* first_b = tile.task.address(layout.b_parts(tile.blocks.front()).front().at);
+  std::vector<float>& t = scratch_->rank_space;
+  t.assign(tile.blocks.size() * floats_per_block, 0.0F);
+  const WeightsPart* parts = tile.a.data();
   for (std::size_t block = 0; block < tile.blocks.size(); ++block) {
-    const std::span<const Part> parts = layout.a_parts(tile.blocks[block]);
-    for (std::size_t part = 0; part < parts.size(); ++part) {
-      kernels.shrink({.x = element(tile.x, parts[part].begin, dtype),
-                      .x_row_stride = tile.x_row_stride,
-                      .num_rows = tile.num_rows,
-                      .a = tile.task.address(parts[part].at),
-                      .length = parts[part].length,
-                      .rank_count = tile.blocks[block].rank_count,
-                      .t = rank_space_.data() + block * floats_per_block,
-                      .read_next = part_after(tile.task, tile.blocks, block, part, &Layout::a_parts,
-                                              first_b)});
-    }
+    const auto num_parts = static_cast<std::uint32_t>(layout.a_parts(tile.blocks[block]).size());
+    kernels.shrink({.x = tile.x,
+                    .x_row_stride = tile.x_row_stride,
+                    .num_rows = tile.num_rows,
+                    .parts = parts,
+                    .num_parts = num_parts,
+                    .t = t.data() + block * floats_per_block,
+                    .ahead = tile.ahead});
+    parts += num_parts;
   }
-  for (float& value : rank_space_) {
+  for (float& value : t) {
     value *= tile.scale;
   }
 }
 
-// out_space_ = the sum over blocks of B t, for output features [begin, begin + length).
-void LoraOperator::expand(const internal::LoraKernels& kernels, const Tile& tile,
-                          std::uint32_t begin, std::uint32_t length) {
-  const Layout& layout = *tile.task.layout;
-  out_space_.assign(std::size_t{tile.num_rows} * length, 0.0F);
-  for (std::size_t block = 0; block < tile.blocks.size(); ++block) {
-    const std::uint32_t ranks = tile.blocks[block].rank_count;
-    const std::span<const Part> parts = layout.b_parts(tile.blocks[block]);
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      const Part& part = parts[i];
-      const std::uint32_t from = std::max(begin, part.begin);
-      const std::uint32_t to = std::min(begin + length, part.begin + part.length);
-      if (from >= to) {
-        continue;
-      }
-      const std::int64_t skipped = std::int64_t{from - part.begin} * ranks;
-      const void* b = tile.task.address(part.at);
-      kernels.expand({.t = rank_space_.data() + block * tile.num_rows * kRankLanes,
-                      .num_rows = tile.num_rows,
-                      .b = element(b, skipped, weights_dtype_),
-                      .length = to - from,
-                      .rank_count = ranks,
-                      .acc = out_space_.data() + (from - begin),
-                      .acc_row_stride = length,
-                      .read_next = part_after(tile.task, tile.blocks, block, i, &Layout::b_parts,
-                                              tile.next_weights)});
-    }
+void LoraOperator::expand(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile) {
+  for (std::size_t done = 0; done < tile.b.size(); done += tile.blocks.size()) {
+    const WeightsPart& first = tile.b[done];
+    kernels.expand({.t = scratch_->rank_space.data(),
+                    .num_rows = tile.num_rows,
+                    .blocks = &first,
+                    .num_blocks = static_cast<std::uint32_t>(tile.blocks.size()),
+                    .length = first.length,
+                    .y = element(tile.y, first.begin, dtype),
+                    .y_row_stride = tile.y_row_stride,
+                    .ahead = tile.ahead});
   }
 }
 

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -28,6 +29,7 @@ namespace pagedlora {
 
 namespace internal {
 struct LoraKernels;
+struct ReadAhead;
 }  // namespace internal
 
 class LoraBatch {
@@ -69,6 +71,9 @@ class LoraOperator {
   // `weights_dtype` is the dtype of the cache's pages. Throws InvalidArgumentError for an `isa`
   // beyond best_isa().
   explicit LoraOperator(Dtype weights_dtype, Isa isa = default_isa());
+  LoraOperator(LoraOperator&&) noexcept;
+  LoraOperator& operator=(LoraOperator&&) noexcept;
+  ~LoraOperator();
 
   // Adds the adapters' outputs for `module` to y. Throws InvalidArgumentError, with y unchanged,
   // if num_rows differs from the batch's or a task's pages hold elements of another size. x and y
@@ -77,20 +82,20 @@ class LoraOperator {
   void apply(const LoraBatch& batch, ModuleIndex module, const Activations& activations);
 
  private:
+  struct Scratch;
   struct Tile;
+  struct Work;
 
   void check(const LoraBatch& batch, ModuleIndex module, const Activations& activations) const;
-  void apply_run(const internal::LoraKernels& kernels, const LoraBatch::Run& run,
-                 ModuleIndex module, const Activations& activations, const std::byte* next_weights);
-  void apply_tile(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile);
-  void shrink(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile);
-  void expand(const internal::LoraKernels& kernels, const Tile& tile, std::uint32_t begin,
-              std::uint32_t length);
+  void find_work(const LoraBatch& batch, ModuleIndex module);
+  void apply_run(const internal::LoraKernels& kernels, const Work& work,
+                 const Activations& activations, internal::ReadAhead& ahead);
+  void shrink(const internal::LoraKernels& kernels, const Layout& layout, const Tile& tile);
+  void expand(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile);
 
   Dtype weights_dtype_;
   Isa isa_;
-  std::vector<float> rank_space_;  // scale * A x: [blocks of the row, rows of a tile, 8]
-  std::vector<float> out_space_;   // B t before it is added to y: [rows of a tile, features]
+  std::unique_ptr<Scratch> scratch_;
 };
 
 }  // namespace pagedlora

@@ -137,6 +137,21 @@ PAGEDLORA_INLINE __m512 sum_in_lanes(__m512 p0, __m512 p1, __m512 p2, __m512 p3)
   return _mm512_permutexvar_ps(transpose, sums);
 }
 
+// 128-bit lane i of q[k] is row 4 k + i of a 16 x 4 of 32-bit words; column c comes out in q[c].
+PAGEDLORA_INLINE void transpose_quads(__m512 (&q)[4]) {
+  const __m512i columns01 =
+      _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+  const __m512i columns23 = _mm512_add_epi32(columns01, _mm512_set1_epi32(2));
+  const __m512 low01 = _mm512_permutex2var_ps(q[0], columns01, q[1]);
+  const __m512 low23 = _mm512_permutex2var_ps(q[0], columns23, q[1]);
+  const __m512 high01 = _mm512_permutex2var_ps(q[2], columns01, q[3]);
+  const __m512 high23 = _mm512_permutex2var_ps(q[2], columns23, q[3]);
+  q[0] = _mm512_shuffle_f32x4(low01, high01, 0x44);
+  q[1] = _mm512_shuffle_f32x4(low01, high01, 0xEE);
+  q[2] = _mm512_shuffle_f32x4(low23, high23, 0x44);
+  q[3] = _mm512_shuffle_f32x4(low23, high23, 0xEE);
+}
+
 // --- 16 elements of y.
 
 PAGEDLORA_INLINE __mmask16 is_nan(__m512 v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }

@@ -17,47 +17,53 @@
 namespace pagedlora::internal {
 
 inline constexpr std::uint32_t kTileRows = 16;
-inline constexpr std::uint32_t kRankLanes = 8;  // floats of rank space per row and block
+inline constexpr std::uint32_t kRankLanes = 8;           // floats of rank space per row and block
+inline constexpr std::uint32_t kMaxExpandLength = 2048;  // a multiple of every register's floats
 inline constexpr std::size_t kNumDtypes = 3;
 
-// t[row, r] += sum over i of a[r, i] * x[row, i], for r < rank_count <= kRankLanes.
+// Some features of a block's A [rank_count, length] or B [length, rank_count], in one piece.
+struct WeightsPart {
+  const void* at = nullptr;  // weights dtype
+  std::size_t bytes = 0;
+  std::uint32_t begin = 0;  // the first of its input (A) or output (B) features
+  std::uint32_t length = 0;
+  std::uint32_t rank_count = 0;  // at most kRankLanes
+};
+
+// Weights in the order in which they will be read: a hint. Kernels ask for as much of them as they
+// read themselves, so the distance stays.
+struct ReadAhead {
+  const WeightsPart* part = nullptr;
+  const WeightsPart* end = nullptr;
+  std::size_t offset = 0;  // in bytes of *part
+};
+
+// t[row, r] += sum over i of a[r, i] * x[row, i], for r < rank_count.
 struct ShrinkArgs {
-  const void* x = nullptr;        // [num_rows, length], activations dtype
+  const void* x = nullptr;        // [num_rows, in_features], activations dtype
   std::int64_t x_row_stride = 0;  // in elements
   std::uint32_t num_rows = 0;
-  const void* a = nullptr;  // [rank_count, length], weights dtype
-  std::uint32_t length = 0;
-  std::uint32_t rank_count = 0;
-  float* t = nullptr;  // [num_rows, kRankLanes]; lanes from rank_count on stay as they are
-  const void* read_next = nullptr;  // where weights will be read next: a hint, never dereferenced
+  const WeightsPart* parts = nullptr;  // all parts of one block's A, at least one
+  std::uint32_t num_parts = 0;
+  float* t = nullptr;          // [num_rows, kRankLanes]; lanes from rank_count on stay as they are
+  ReadAhead* ahead = nullptr;  // required
 };
 
-// acc[row, o] += sum over r of b[o, r] * t[row, r].
+// y[row, o] = narrow(widen(y[row, o]) + sum over blocks and r of b[o, r] * t[block, row, r]).
 struct ExpandArgs {
-  const float* t = nullptr;  // [num_rows, kRankLanes]; lanes from rank_count on are zero
+  const float* t = nullptr;  // [num_blocks, num_rows, kRankLanes], zero from rank_count on
   std::uint32_t num_rows = 0;
-  const void* b = nullptr;  // [length, rank_count], weights dtype
-  std::uint32_t length = 0;
-  std::uint32_t rank_count = 0;
-  float* acc = nullptr;  // [num_rows, length]
-  std::int64_t acc_row_stride = 0;
-  const void* read_next = nullptr;
-};
-
-// y[row, o] = narrow(widen(y[row, o]) + acc[row, o]).
-struct AddArgs {
-  const float* acc = nullptr;  // [num_rows, length]
-  std::int64_t acc_row_stride = 0;
-  void* y = nullptr;  // [num_rows, length], activations dtype
+  const WeightsPart* blocks = nullptr;  // a part of B of every block, with the same features
+  std::uint32_t num_blocks = 0;
+  std::uint32_t length = 0;  // at most kMaxExpandLength
+  void* y = nullptr;         // [num_rows, length], activations dtype
   std::int64_t y_row_stride = 0;
-  std::uint32_t num_rows = 0;
-  std::uint32_t length = 0;
+  ReadAhead* ahead = nullptr;  // required
 };
 
 struct LoraKernels {
   void (*shrink)(const ShrinkArgs&) = nullptr;
   void (*expand)(const ExpandArgs&) = nullptr;
-  void (*add)(const AddArgs&) = nullptr;
 };
 
 // Requires isa <= best_isa().

@@ -3,24 +3,12 @@
 
 #include "avx2_lanes.h"
 #include "lora_kernels.h"
+#include "read_ahead.h"
 
 namespace pagedlora::internal {
 namespace {
 
 constexpr std::uint32_t kStep = 2 * kWidth;  // input features per iteration of shrink
-constexpr std::uint32_t kLineBytes = 64;
-
-// Asks for the cache lines of next[offset, offset + kBytes).
-template <std::size_t kBytes>
-PAGEDLORA_INLINE void prefetch(const void* next, std::size_t offset) {
-  if (next != nullptr) {
-#pragma GCC unroll 8
-    for (std::size_t line = 0; line < kBytes; line += kLineBytes) {
-      _mm_prefetch(static_cast<const char*>(next) + offset + line, _MM_HINT_T1);
-    }
-  }
-}
-
 // --- shrink: a tile is kRows rows by kRanks ranks, one register of partial sums for each pair.
 // Every tile adds in the same order, so its size changes no result.
 
@@ -77,17 +65,18 @@ PAGEDLORA_INLINE void add_sums(const Floats (&acc)[kRanks], std::uint32_t num_ra
 
 // Ranks from first_rank on, at most kRanks. Missing ones repeat the last; their sums are dropped.
 template <class X, class W, int kRows, int kRanks>
-void shrink_tile(const ShrinkArgs& args, std::uint32_t first_row, std::uint32_t first_rank) {
+void shrink_tile(const ShrinkArgs& args, const WeightsPart& part, std::uint32_t first_row,
+                 std::uint32_t first_rank) {
   const X* x[kRows];
   for (std::uint32_t row = 0; row < kRows; ++row) {
-    x[row] = static_cast<const X*>(args.x) + (first_row + row) * args.x_row_stride;
+    x[row] = static_cast<const X*>(args.x) + part.begin + (first_row + row) * args.x_row_stride;
   }
-  const std::uint32_t left = args.rank_count - first_rank;
+  const std::uint32_t left = part.rank_count - first_rank;
   const std::uint32_t num_ranks = left < kRanks ? left : kRanks;
   const W* a[kRanks];
   for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
     const std::size_t from = first_rank + (rank < num_ranks ? rank : num_ranks - 1);
-    a[rank] = static_cast<const W*>(args.a) + from * args.length;
+    a[rank] = static_cast<const W*>(part.at) + from * part.length;
   }
   Floats acc[kRows][kRanks];
   for (auto& sums : acc) {
@@ -95,15 +84,15 @@ void shrink_tile(const ShrinkArgs& args, std::uint32_t first_row, std::uint32_t 
       sum = zero();
     }
   }
-  const void* next = first_row == 0 ? args.read_next : nullptr;
-  const std::size_t skipped = std::size_t{first_rank} * args.length * sizeof(W);
   std::size_t i = 0;
-  for (; i + kStep <= args.length; i += kStep) {
-    prefetch<kStep * kRanks * sizeof(W)>(next, skipped + i * kRanks * sizeof(W));
+  for (; i + kStep <= part.length; i += kStep) {
+    if (first_row == 0) {
+      read_ahead(*args.ahead, kStep * kRanks * sizeof(W));
+    }
     shrink_step<X, W, kRows, kRanks>(x, a, i, acc);
   }
-  if (i < args.length) {
-    shrink_rest<X, W, kRows, kRanks>(x, a, i, args.length - i, acc);
+  if (i < part.length) {
+    shrink_rest<X, W, kRows, kRanks>(x, a, i, part.length - i, acc);
   }
   for (std::uint32_t row = 0; row < kRows; ++row) {
     add_sums(acc[row], num_ranks, args.t + (first_row + row) * kRankLanes + first_rank);
@@ -111,22 +100,30 @@ void shrink_tile(const ShrinkArgs& args, std::uint32_t first_row, std::uint32_t 
 }
 
 template <class X, class W, int kRows>
-PAGEDLORA_INLINE void shrink_rows(const ShrinkArgs& args, std::uint32_t first_row) {
-  for (std::uint32_t rank = 0; rank < args.rank_count; rank += 4) {
-    shrink_tile<X, W, kRows, 4>(args, first_row, rank);
+PAGEDLORA_INLINE void shrink_rows(const ShrinkArgs& args, const WeightsPart& part,
+                                  std::uint32_t first_row) {
+  for (std::uint32_t rank = 0; rank < part.rank_count; rank += 4) {
+    shrink_tile<X, W, kRows, 4>(args, part, first_row, rank);
+  }
+}
+
+template <class X, class W>
+PAGEDLORA_INLINE void shrink_part(const ShrinkArgs& args, const WeightsPart& part) {
+  std::uint32_t row = 0;
+  for (; row + 2 <= args.num_rows; row += 2) {
+    shrink_rows<X, W, 2>(args, part, row);
+  }
+  if (row < args.num_rows && part.rank_count > 4) {
+    shrink_tile<X, W, 1, 8>(args, part, row, 0);
+  } else if (row < args.num_rows) {
+    shrink_tile<X, W, 1, 4>(args, part, row, 0);
   }
 }
 
 template <class X, class W>
 void shrink(const ShrinkArgs& args) {
-  std::uint32_t row = 0;
-  for (; row + 2 <= args.num_rows; row += 2) {
-    shrink_rows<X, W, 2>(args, row);
-  }
-  if (row < args.num_rows && args.rank_count > 4) {
-    shrink_tile<X, W, 1, 8>(args, row, 0);
-  } else if (row < args.num_rows) {
-    shrink_tile<X, W, 1, 4>(args, row, 0);
+  for (std::uint32_t part = 0; part < args.num_parts; ++part) {
+    shrink_part<X, W>(args, args.parts[part]);
   }
 }
 
@@ -203,9 +200,21 @@ PAGEDLORA_INLINE void load_piece(const W* b, std::uint32_t rank_count, Floats (&
   }
 }
 
+// acc[row, o] += sum over r of b[o, r] * t[row, r], for one block.
+struct BlockArgs {
+  const float* t;  // [num_rows, kRankLanes]
+  std::uint32_t num_rows;
+  const void* b;  // [length, rank_count]
+  std::uint32_t length;
+  std::uint32_t rank_count;
+  float* acc;  // [num_rows, length]
+  std::int64_t acc_row_stride;
+  ReadAhead* ahead;
+};
+
 // The last output features, kWidth or fewer, from a copy: load_piece reads kRanks of each.
 template <class W, int kRanks>
-void expand_rest(const ExpandArgs& args, std::uint32_t first_out) {
+void expand_rest(const BlockArgs& args, std::uint32_t first_out) {
   const std::uint32_t left = args.length - first_out;
   const std::uint32_t num_outs = left < kWidth ? left : kWidth;
   const std::size_t ranks = args.rank_count;
@@ -224,7 +233,7 @@ void expand_rest(const ExpandArgs& args, std::uint32_t first_out) {
 }
 
 template <class W, int kRanks>
-PAGEDLORA_INLINE void expand_columns(const ExpandArgs& args, std::uint32_t rank_count) {
+PAGEDLORA_INLINE void expand_columns(const BlockArgs& args, std::uint32_t rank_count) {
   const W* b = static_cast<const W*>(args.b);
   const float* t = args.t;
   const std::uint32_t num_rows = args.num_rows;
@@ -234,7 +243,7 @@ PAGEDLORA_INLINE void expand_columns(const ExpandArgs& args, std::uint32_t rank_
   std::size_t at = 0;
   std::uint32_t first = 0;
   for (; at + piece - rank_count + kRanks <= all; at += piece, first += kWidth) {
-    prefetch<kWidth * kRanks * sizeof(W)>(args.read_next, at * sizeof(W));
+    read_ahead(*args.ahead, kWidth * kRanks * sizeof(W));
     Floats weights[kRanks];
     load_piece<W, kRanks>(b + at, rank_count, weights);
     float* acc = args.acc + first;
@@ -249,15 +258,14 @@ PAGEDLORA_INLINE void expand_columns(const ExpandArgs& args, std::uint32_t rank_
 }
 
 template <class W>
-PAGEDLORA_INLINE void expand_row(const ExpandArgs& args) {
+PAGEDLORA_INLINE void expand_row(const BlockArgs& args) {
   const W* b = static_cast<const W*>(args.b);
   const Pair t = face_outs<W>(args.t);
   float* acc = args.acc;
-  const void* next = args.read_next;
   const std::size_t length = args.length;
   std::uint32_t first = 0;
   for (; first + kWidth <= length; first += kWidth, b += kWidth * kRankLanes) {
-    prefetch<kWidth * kRankLanes * sizeof(W)>(next, first * kRankLanes * sizeof(W));
+    read_ahead(*args.ahead, kWidth * kRankLanes * sizeof(W));
     Floats products[4];
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < 4; ++i) {
@@ -272,7 +280,7 @@ PAGEDLORA_INLINE void expand_row(const ExpandArgs& args) {
 }
 
 template <class W>
-void expand(const ExpandArgs& args) {
+void expand_block(const BlockArgs& args) {
   if (args.rank_count == kRankLanes && args.num_rows == 1) {
     expand_row<W>(args);
   } else if (args.rank_count == kRankLanes) {
@@ -286,26 +294,57 @@ void expand(const ExpandArgs& args) {
   }
 }
 
-// --- add
+// --- The sums of a chunk of output features stay in the first-level cache.
+
+constexpr std::uint32_t kChunkSums = 8192;
 
 template <class X>
-void add(const AddArgs& args) {
-  for (std::uint32_t row = 0; row < args.num_rows; ++row) {
-    const float* acc = args.acc + row * args.acc_row_stride;
-    X* y = static_cast<X*>(args.y) + row * args.y_row_stride;
-    std::uint32_t o = 0;
-    for (; o + kWidth <= args.length; o += kWidth) {
-      store(y + o, plus(load(y + o), load(acc + o)));
-    }
-    if (o < args.length) {
-      const std::uint32_t left = args.length - o;
-      store_part(y + o, left, plus(load_part(y + o, left), load_part(acc + o, left)));
-    }
+PAGEDLORA_INLINE void add(const float* acc, X* y, std::uint32_t length) {
+  std::uint32_t o = 0;
+  for (; o + kWidth <= length; o += kWidth) {
+    store(y + o, plus(load(y + o), load(acc + o)));
+  }
+  if (o < length) {
+    const std::uint32_t left = length - o;
+    store_part(y + o, left, plus(load_part(y + o, left), load_part(acc + o, left)));
   }
 }
 
 template <class X, class W>
-constexpr LoraKernels kKernels{&shrink<X, W>, &expand<W>, &add<X>};
+PAGEDLORA_INLINE void expand_chunk(const ExpandArgs& args, std::uint32_t first,
+                                   std::uint32_t length) {
+  float acc[kChunkSums];
+  __builtin_memset(acc, 0, std::size_t{args.num_rows} * length * sizeof(float));
+  const float* t = args.t;
+  for (std::uint32_t block = 0; block < args.num_blocks; ++block) {
+    const WeightsPart& part = args.blocks[block];
+    expand_block<W>({.t = t,
+                     .num_rows = args.num_rows,
+                     .b = static_cast<const W*>(part.at) + std::size_t{first} * part.rank_count,
+                     .length = length,
+                     .rank_count = part.rank_count,
+                     .acc = acc,
+                     .acc_row_stride = length,
+                     .ahead = args.ahead});
+    t += std::size_t{args.num_rows} * kRankLanes;
+  }
+  for (std::uint32_t row = 0; row < args.num_rows; ++row) {
+    add(acc + std::size_t{row} * length, static_cast<X*>(args.y) + row * args.y_row_stride + first,
+        length);
+  }
+}
+
+template <class X, class W>
+void expand(const ExpandArgs& args) {
+  const std::uint32_t chunk = kChunkSums / args.num_rows / kWidth * kWidth;
+  for (std::uint32_t first = 0; first < args.length; first += chunk) {
+    const std::uint32_t left = args.length - first;
+    expand_chunk<X, W>(args, first, left < chunk ? left : chunk);
+  }
+}
+
+template <class X, class W>
+constexpr LoraKernels kKernels{&shrink<X, W>, &expand<X, W>};
 
 }  // namespace
 

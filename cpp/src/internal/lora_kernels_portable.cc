@@ -33,12 +33,14 @@ float dot(const X* x, const W* w, std::uint32_t length) {
 
 template <class X, class W>
 void shrink(const ShrinkArgs& args) {
-  const X* x = static_cast<const X*>(args.x);
-  const W* a = static_cast<const W*>(args.a);
-  for (std::uint32_t rank = 0; rank < args.rank_count; ++rank) {
-    const W* weights = a + static_cast<std::size_t>(rank) * args.length;
-    for (std::uint32_t row = 0; row < args.num_rows; ++row) {
-      args.t[row * kRankLanes + rank] += dot(x + row * args.x_row_stride, weights, args.length);
+  for (std::uint32_t part = 0; part < args.num_parts; ++part) {
+    const auto& [at, bytes, begin, length, rank_count] = args.parts[part];
+    const X* x = static_cast<const X*>(args.x) + begin;
+    for (std::uint32_t rank = 0; rank < rank_count; ++rank) {
+      const W* weights = static_cast<const W*>(at) + static_cast<std::size_t>(rank) * length;
+      for (std::uint32_t row = 0; row < args.num_rows; ++row) {
+        args.t[row * kRankLanes + rank] += dot(x + row * args.x_row_stride, weights, length);
+      }
     }
   }
 }
@@ -58,32 +60,26 @@ float expand_one(const float* t, const W* weights, std::uint32_t rank_count) {
   return sum_lanes(products);
 }
 
-template <class W>
+template <class X, class W>
 void expand(const ExpandArgs& args) {
-  const W* b = static_cast<const W*>(args.b);
   for (std::uint32_t row = 0; row < args.num_rows; ++row) {
-    const float* t = args.t + row * kRankLanes;
-    float* acc = args.acc + row * args.acc_row_stride;
-    for (std::uint32_t o = 0; o < args.length; ++o) {
-      const W* weights = b + static_cast<std::size_t>(o) * args.rank_count;
-      acc[o] += expand_one(t, weights, args.rank_count);
-    }
-  }
-}
-
-template <class X>
-void add(const AddArgs& args) {
-  for (std::uint32_t row = 0; row < args.num_rows; ++row) {
-    const float* acc = args.acc + row * args.acc_row_stride;
     X* y = static_cast<X*>(args.y) + row * args.y_row_stride;
     for (std::uint32_t o = 0; o < args.length; ++o) {
-      y[o] = narrow<X>(widen(y[o]) + acc[o]);
+      const float* t = args.t + row * kRankLanes;
+      float sum = 0.0F;
+      for (std::uint32_t block = 0; block < args.num_blocks; ++block) {
+        const WeightsPart& part = args.blocks[block];
+        const std::size_t skipped = static_cast<std::size_t>(o) * part.rank_count;
+        sum += expand_one(t, static_cast<const W*>(part.at) + skipped, part.rank_count);
+        t += std::size_t{args.num_rows} * kRankLanes;
+      }
+      y[o] = narrow<X>(widen(y[o]) + sum);
     }
   }
 }
 
 template <class X, class W>
-constexpr LoraKernels kKernels{&shrink<X, W>, &expand<W>, &add<X>};
+constexpr LoraKernels kKernels{&shrink<X, W>, &expand<X, W>};
 
 // In the order of Dtype.
 constexpr LoraKernels kPortableLoraKernels[kNumDtypes][kNumDtypes] = {
