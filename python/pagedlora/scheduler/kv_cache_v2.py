@@ -275,26 +275,20 @@ class KVCacheV2Scheduler:
         kv, request = self._kv, record.request
         if kv.suspend_request(request):
             return True
-        room = int(getattr(kv, "num_free_host_blocks", 0))
+        room = kv.num_free_host_blocks
         dropped: list[Record] = []
         for other in this.behind:
             if room >= len(kv.block_table(request)):
                 break
             if record.precedence < other.precedence and kv.is_suspended(other.request):
                 dropped.append(other)
-                room += self._host_blocks(other.request)
+                room += len(kv.host_block_table(other.request))
         if room < len(kv.block_table(request)):
             return False
         for other in dropped:
             other.left_pass = this.number
             self._drop_kv(other, this)
         return kv.suspend_request(request)
-
-    def _host_blocks(self, request: Any) -> int:
-        host_blocks: Callable[[Any], Sequence[int]] | None = getattr(
-            self._kv, "host_block_table", None
-        )
-        return 0 if host_blocks is None else len(host_blocks(request))
 
     def _drop_kv(self, record: Record, this: _Pass) -> None:
         self._kv.free_resources(record.request)
