@@ -56,7 +56,7 @@ class _Pass:
     budget: PageBudget
     tokens: int
     places: int
-    tokens_kept: int  # for requests behind that generate
+    keepers: set[int]  # ids of those behind that generate: a token is kept for each
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
     behind: list[Record] = field(default_factory=list)  # still to be considered, the last one first
     skipped: list[Record] = field(default_factory=list)
@@ -138,11 +138,16 @@ class KVCacheV2Scheduler:
             budget,
             self._max_num_tokens,
             self._max_batch_size,
-            sum(record.is_generating for record in order),
+            {
+                record.request.request_id
+                for record in order
+                if record.is_generating and not self._is_away(record)
+            },
             behind=order[::-1],
         )
         for record in order:
             this.behind.pop()
+            this.keepers.discard(record.request.request_id)
             if record.left_pass != this.number:
                 self._consider(record, this)
         self._count_skips(this)
@@ -160,8 +165,6 @@ class KVCacheV2Scheduler:
     def _consider(self, record: Record, this: _Pass) -> None:
         """Schedules the request, or notes why not."""
         request = record.request
-        if record.is_generating:
-            this.tokens_kept -= 1
         is_new = not self._is_begun(record)
         if this.places == 0 or (is_new and not this.admits_new):
             return
@@ -223,8 +226,10 @@ class KVCacheV2Scheduler:
         if record.is_generating:
             return min(this.tokens, 1)
         missing = record.request.num_context_tokens - record.request.num_computed_tokens
-        room = max(0, this.tokens - this.tokens_kept)
-        if missing > room and not self._chunked and missing <= self._max_num_tokens:
+        # The first one always gets a token: those it is kept for may wait for its blocks.
+        room = max(0 if this.scheduled else 1, this.tokens - len(this.keepers))
+        is_whole = not self._chunked and not record.request.has_started
+        if missing > room and is_whole and missing <= self._max_num_tokens:
             return 0
         return int(min(missing, room))
 
@@ -264,6 +269,7 @@ class KVCacheV2Scheduler:
     def _give_way(self, record: Record, this: _Pass) -> None:
         """Takes the request's blocks, to the host pool or for good, and pauses its adapter."""
         record.left_pass = this.number
+        this.keepers.discard(record.request.request_id)
         if self._suspend(record, this):
             this.output.suspended.append(record.request)
         else:
