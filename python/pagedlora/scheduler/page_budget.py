@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from pagedlora.errors import AdapterTooLargeError
+from pagedlora.errors import AdapterTooLargeError, PeftTaskNotCachedError
 from pagedlora.scheduler.step import PeftManager
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskOfLease:
+    """Stands for the unknown request of a lease."""
+
+    lora_task_id: int
+    request_id: int = -1
+    lora_weights: object | None = None
 
 
 class PageBudget:
@@ -20,8 +30,7 @@ class PageBudget:
 
         Args:
             peft: None: every adapter counts nothing.
-            pages_of_task: What earlier passes learned; a lease's task that is not in it, because
-                somebody else leased it, counts nothing. Updated.
+            pages_of_task: What earlier passes learned. Updated.
         """
         self._peft = peft
         self._pages_of_task = pages_of_task
@@ -29,8 +38,9 @@ class PageBudget:
         self._asked: set[int] = set()
         self._claimed: set[int] = set()
         self._pages = 0
-        if peft is not None:
-            self._claim_tasks(peft.open_lease_tasks())
+        # A batch that is the only one in flight ends when the next one is ensured.
+        if peft is not None and getattr(peft, "max_inflight_batches", 2) > 1:
+            self._claim_leased(peft, peft.open_lease_tasks())
 
     def pages_missing_for(self, request: Any) -> int:
         """Pages that the batch needs more with the request; 0 if its adapter is counted.
@@ -61,10 +71,16 @@ class PageBudget:
             self._pages += pages
             self._claimed.add(request.lora_task_id)
 
-    def _claim_tasks(self, task_ids: Iterable[int]) -> None:
+    def _claim_leased(self, peft: PeftManager, task_ids: Iterable[int]) -> None:
         for task_id in task_ids:
+            if task_id not in self._pages_of_task:  # somebody else leased it
+                try:
+                    pages = peft.determine_num_pages(_TaskOfLease(task_id))
+                except PeftTaskNotCachedError:
+                    continue  # it was given up meanwhile
+                self._pages_of_task[task_id] = pages
             self._claimed.add(task_id)
-            self._pages += self._pages_of_task.get(task_id, 0)
+            self._pages += self._pages_of_task[task_id]
 
     def _too_large(self, pages: int) -> AdapterTooLargeError:
         page_bytes = int(getattr(self._peft, "page_bytes", 0))
