@@ -204,17 +204,20 @@ class Bench:
         self.scheduler = KVCacheV2Scheduler(self.kv, manager, **options)
         self.live: list[LlmRequest] = []
         self._ids = iter(range(1000))
+        self._passes_left = 1000
 
     def add(
         self,
         adapter: str | None = None,
         *,
         prompt: int = 4,
-        max_tokens: int = 40,
+        max_tokens: int | None = None,
         priority: int = 0,
         is_owner: bool = True,
     ) -> LlmRequest:
-        """A new request, whose adapter is in the host tier already."""
+        """A new request, whose adapter is in the host tier already; its answer is long."""
+        if max_tokens is None:
+            max_tokens = max(2, min(40, 4 * self.kv.num_blocks - prompt))
         request = LlmRequest(
             next(self._ids),
             lora_task_id=None if self.peft is None else self.peft.task(adapter),
@@ -241,6 +244,8 @@ class Bench:
 
     def schedule(self, inflight: Iterable[LlmRequest] = ()) -> SchedulerOutput:
         """Decides one step and takes note of who gave way."""
+        self._passes_left -= 1
+        assert self._passes_left >= 0, f"{len(self.live)} requests do not end"
         output = self.scheduler.schedule_request(self.live, [r.request_id for r in inflight])
         for request in output.suspended:
             request.advance_to(RequestState.SUSPENDED)
@@ -290,13 +295,10 @@ class Bench:
             self.peft.manager.mark_request_done(request)
         self.live.remove(request)
 
-    def run(self, limit: int = 1000) -> None:
+    def run(self) -> None:
         """Steps until nobody is live."""
-        for _ in range(limit):
-            if not self.live:
-                return
+        while self.live:
             self.step()
-        raise AssertionError(f"{len(self.live)} requests do not end")
 
 
 def names_in(output: SchedulerOutput) -> list[int]:
