@@ -26,7 +26,6 @@ from pagedlora import (
     LoraCacheFullError,
 )
 from pagedlora._core import BatchLease, FakeDevice, ManualClock
-from pagedlora.engine import engine_core
 from pagedlora.requests import RequestState
 from pagedlora.scheduler.step import SchedulerOutput
 
@@ -89,7 +88,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[int] = set()
         self.begun: set[int] = set()  # requests of which something was computed
         self.leases: dict[int, tuple[LlmRequest, BatchLease]] = {}
-        engine_core._IDLE_POLL_S = 0.0
 
     # ---- what happens to it ----------------------------------------------------------------------
 
@@ -193,6 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.settle()
         engine = self.engine
         num_steps, num_outputs = len(engine.runner.steps), len(engine.outputs)
+        engine.core._is_idle = False  # or it would wait a little for a load
         changed = Call(engine.core.step).result()
         assert len({id(request) for request in changed}) == len(changed)
         self.note(changed)

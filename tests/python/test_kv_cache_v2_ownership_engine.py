@@ -22,15 +22,8 @@ def full_error() -> LoraCacheFullError:
 def make_engine(peft: PeftKind, **options: Any) -> EngineBench:
     engine = EngineBench(peft.manager, **options)
     if not peft.is_real:
-        engine.runner.task_of = lambda lease, request_id: task_of_recorded(engine, request_id)
+        engine.use_tasks_of_requests()
     return engine
-
-
-def task_of_recorded(engine: EngineBench, request_id: int) -> int:
-    request = engine.live.get(request_id)
-    assert request is not None
-    assert request.lora_task_id is not None
-    return request.lora_task_id
 
 
 def suspended_request(peft: PeftKind, **options: Any) -> tuple[EngineBench, LlmRequest, LlmRequest]:

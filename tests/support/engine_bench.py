@@ -174,6 +174,17 @@ class EngineBench:
         self.scheduler.schedule_request = remember  # type: ignore[method-assign]
         self._ids = iter(range(10**6))
 
+    def use_tasks_of_requests(self) -> None:
+        """For leases that do not know the tasks of their requests."""
+
+        def task_of(lease: Any, request_id: int) -> int:
+            request = self.live.get(request_id)
+            assert request is not None
+            assert request.lora_task_id is not None
+            return request.lora_task_id
+
+        self.runner.task_of = task_of
+
     def add(
         self,
         task: int | None = None,
