@@ -235,6 +235,14 @@ class KVCacheManager:
         held = self._held.get(request.request_id)
         return () if held is None else held.device
 
+    def host_block_table(self, request: HasRequestId) -> Sequence[int]:
+        """The request's host blocks in token order; empty if it is not suspended or resuming.
+
+        A view: do not keep it.
+        """
+        held = self._held.get(request.request_id)
+        return () if held is None else held.host
+
     def free_resources(self, request: HasRequestId) -> None:
         """Takes all blocks from the request, on device and host; nothing if it has none."""
         held = self._held.pop(request.request_id, None)

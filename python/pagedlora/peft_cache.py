@@ -97,6 +97,7 @@ class PeftCacheManager:
             device=core_device,
         )
         self._load_timeout_s = config.load_timeout_s
+        self._max_inflight_batches = config.max_inflight_batches
         check_max_adapter(config, model_config, self._core)
 
     @property
@@ -315,6 +316,11 @@ class PeftCacheManager:
     def resident_tasks(self, tier: Tier) -> int:
         """Number of tasks in a tier."""
         return self._core.resident_tasks(tier)
+
+    @property
+    def max_inflight_batches(self) -> int:
+        """Leases that may be open together; with 1, each batch closes the lease before it."""
+        return self._max_inflight_batches
 
     @property
     def page_bytes(self) -> int:

@@ -2,5 +2,6 @@
 
 from tests.support.async_bench import bench, make_bench
 from tests.support.cache_fixtures import make_cache, small_cache
+from tests.support.scheduling import make_peft
 
-__all__ = ["bench", "make_bench", "make_cache", "small_cache"]
+__all__ = ["bench", "make_bench", "make_cache", "make_peft", "small_cache"]

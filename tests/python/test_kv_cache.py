@@ -50,6 +50,20 @@ def test_what_does_not_fit_changes_nothing() -> None:
     kv.check_invariants()
 
 
+def test_the_host_blocks_of_a_request_are_listed_while_it_has_any() -> None:
+    kv = KVCacheManager(4, 4, num_host_blocks=4)
+    moved = request()
+    assert not kv.host_block_table(moved)
+    assert kv.try_allocate(moved, 8)
+    assert not kv.host_block_table(moved)
+    assert kv.suspend_request(moved)
+    assert list(kv.host_block_table(moved)) == [0, 1]
+    assert kv.try_allocate(moved, 8)
+    assert list(kv.host_block_table(moved)) == [0, 1]
+    kv.confirm_resume(moved)
+    assert not kv.host_block_table(moved)
+
+
 def test_released_blocks_are_used_again_in_their_order() -> None:
     kv = KVCacheManager(6, 4)
     old, other, new = request(1), request(2), request(3)

@@ -240,11 +240,7 @@ class EngineCore:
         """If nothing was computed and nothing will change that, the head of the queue fails."""
         if not self._is_idle or not len(self._live):
             return []
-        waits_for_load = self._peft is not None and any(
-            request.lora_task_id is not None and self._peft.adapter_state(request) == "loading"
-            for request in self._live
-        )
-        if waits_for_load:
+        if self._waits_for_adapters():
             return []
         first = min(self._live, key=self._scheduler.precedence)
         error: PagedLoraError = CapacityError(
@@ -255,6 +251,15 @@ class EngineCore:
             first, error = head
         self._live.fail(first, error)
         return [first]
+
+    def _waits_for_adapters(self) -> bool:
+        """Whether a load, or somebody else's lease, is yet to end."""
+        if self._peft is None:
+            return False
+        return bool(self._peft.open_lease_tasks()) or any(
+            request.lora_task_id is not None and self._peft.adapter_state(request) == "loading"
+            for request in self._live
+        )
 
     def _lease(self, output: SchedulerOutput) -> Lease | None:
         """Leases the adapters of the step; None if it needs none."""

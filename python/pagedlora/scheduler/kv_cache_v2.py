@@ -56,7 +56,7 @@ class _Pass:
     budget: PageBudget
     tokens: int
     places: int
-    tokens_kept: int  # for requests behind that generate
+    keepers: set[int]  # ids of those behind that generate: a token is kept for each
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
     behind: list[Record] = field(default_factory=list)  # still to be considered, the last one first
     skipped: list[Record] = field(default_factory=list)
@@ -137,11 +137,16 @@ class KVCacheV2Scheduler:
             budget,
             self._max_num_tokens,
             self._max_batch_size,
-            sum(record.is_generating for record in order),
+            {
+                record.request.request_id
+                for record in order
+                if record.is_generating and not self._is_away(record)
+            },
             behind=order[::-1],
         )
         for record in order:
             this.behind.pop()
+            this.keepers.discard(record.request.request_id)
             if record.left_pass != this.number:
                 self._consider(record, this)
         self._count_skips(this)
@@ -159,8 +164,6 @@ class KVCacheV2Scheduler:
     def _consider(self, record: Record, this: _Pass) -> None:
         """Schedules the request, or notes why not."""
         request = record.request
-        if record.is_generating:
-            this.tokens_kept -= 1
         is_new = not self._is_begun(record)
         if this.places == 0 or (is_new and not this.admits_new):
             return
@@ -222,8 +225,10 @@ class KVCacheV2Scheduler:
         if record.is_generating:
             return min(this.tokens, 1)
         missing = record.request.num_context_tokens - record.request.num_computed_tokens
-        room = max(0, this.tokens - this.tokens_kept)
-        if missing > room and not self._chunked and missing <= self._max_num_tokens:
+        # The first one always gets a token: those it is kept for may wait for its blocks.
+        room = max(0 if this.scheduled else 1, this.tokens - len(this.keepers))
+        is_whole = not self._chunked and not record.request.has_started
+        if missing > room and is_whole and missing <= self._max_num_tokens:
             return 0
         return int(min(missing, room))
 
@@ -263,6 +268,7 @@ class KVCacheV2Scheduler:
     def _give_way(self, record: Record, this: _Pass) -> None:
         """Takes the request's blocks, to the host pool or for good, and pauses its adapter."""
         record.left_pass = this.number
+        this.keepers.discard(record.request.request_id)
         if self._suspend(record, this):
             this.output.suspended.append(record.request)
         else:
@@ -274,26 +280,20 @@ class KVCacheV2Scheduler:
         kv, request = self._kv, record.request
         if kv.suspend_request(request):
             return True
-        room = int(getattr(kv, "num_free_host_blocks", 0))
+        room = kv.num_free_host_blocks
         dropped: list[Record] = []
         for other in this.behind:
             if room >= len(kv.block_table(request)):
                 break
             if record.precedence < other.precedence and kv.is_suspended(other.request):
                 dropped.append(other)
-                room += self._host_blocks(other.request)
+                room += len(kv.host_block_table(other.request))
         if room < len(kv.block_table(request)):
             return False
         for other in dropped:
             other.left_pass = this.number
             self._drop_kv(other, this)
         return kv.suspend_request(request)
-
-    def _host_blocks(self, request: Any) -> int:
-        host_blocks: Callable[[Any], Sequence[int]] | None = getattr(
-            self._kv, "host_block_table", None
-        )
-        return 0 if host_blocks is None else len(host_blocks(request))
 
     def _drop_kv(self, record: Record, this: _Pass) -> None:
         self._kv.free_resources(record.request)

@@ -27,7 +27,8 @@ class PageBudget:
         self._limit = 0 if peft is None else peft.max_device_pages
         self._claimed: set[int] = set()
         self._pages = 0
-        if peft is not None:
+        # A batch that is the only one in flight ends when the next one is ensured.
+        if peft is not None and getattr(peft, "max_inflight_batches", 2) > 1:
             for task_id in peft.open_lease_tasks():
                 with suppress(PeftTaskNotCachedError):  # closed, and forgotten, a moment ago
                     self.claim(TaskOnly(task_id))

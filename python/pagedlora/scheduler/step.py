@@ -59,11 +59,18 @@ class KvManager(Protocol):
     def num_free_blocks(self) -> int:
         """Blocks that no request owns."""
 
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Blocks of the host pool that no request owns."""
+
     def blocks_needed(self, num_tokens: int, /) -> int:
         """Blocks that hold so many tokens."""
 
     def block_table(self, request: Any, /) -> Sequence[int]:
         """The request's blocks on the device."""
+
+    def host_block_table(self, request: Any, /) -> Sequence[int]:
+        """The request's blocks in the host pool."""
 
     def try_allocate(self, request: Any, num_tokens: int, /) -> bool:
         """Grows the request's blocks, or brings them back first; False changes nothing."""
