@@ -85,3 +85,20 @@ def check_max_adapter(
                 f"{needed} ({format_size(needed * params.page_bytes)}): raise {tier}_cache_size "
                 f"or num_{tier}_module_layer, or lower max_adapter_size"
             )
+
+
+def check_agreement(config: PeftCacheConfig, model_config: _core.LoraModelConfig) -> None:
+    """Refuses another dtype or rank than the model configuration's, which would go unheard.
+
+    Raises:
+        InvalidArgumentError: Names the field and both values.
+    """
+    for field, wanted, actual in (
+        ("dtype", config.dtype, model_config.dtype.name),
+        ("max_lora_rank", config.max_lora_rank, model_config.max_lora_rank),
+    ):
+        if wanted not in ("auto", None, actual):
+            raise InvalidArgumentError(
+                f"PeftCacheConfig.{field} is {wanted}, but the model configuration's is {actual}: "
+                "give the same to both, or leave it out of PeftCacheConfig"
+            )

@@ -9,13 +9,14 @@ copies may be evicted follows from the owner sets; see docs/states.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from pagedlora import _core
-from pagedlora.cache_budgets import cache_budgets, check_max_adapter
+from pagedlora.cache_budgets import cache_budgets, check_agreement, check_max_adapter
 from pagedlora.config import PeftCacheConfig
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.memory import available_memory_bytes
+from pagedlora.requests import PeftRequest
 
 if TYPE_CHECKING:
     import torch
@@ -28,22 +29,6 @@ AdapterState = Literal["waiting", "loading", "ready", "failed"]
 # (task id, tier, whether it was loaded) of loads that ended here, to those that ended everywhere.
 LoadOutcome = tuple[int, str, bool]
 Agree = Callable[[list[LoadOutcome]], list[LoadOutcome]]
-
-
-class PeftRequest(Protocol):
-    """What the manager reads of a request."""
-
-    @property
-    def request_id(self) -> int:
-        """Unique among live requests."""
-
-    @property
-    def lora_task_id(self) -> int | None:
-        """The task of its adapter; None for the base model."""
-
-    @property
-    def lora_weights(self) -> Any:
-        """`AdapterWeights`, or None when the task is registered or cached."""
 
 
 class PeftCacheManager:
@@ -79,7 +64,7 @@ class PeftCacheManager:
         if core_device is None and str(device) != "cpu":
             raise InvalidArgumentError(f"device is {device!r}: only 'cpu' is supported")
         config = config or PeftCacheConfig()
-        _check_agreement(config, model_config)
+        check_agreement(config, model_config)
         budgets = cache_budgets(config, model_config, available_memory_bytes())
         self._model_config = model_config
         self._core = _core.PeftCacheManager(
@@ -412,16 +397,3 @@ def _stream_address(stream: object) -> int:
     if stream is None:
         return 0
     return int(getattr(stream, "cuda_stream", stream))  # type: ignore[call-overload, no-any-return]
-
-
-def _check_agreement(config: PeftCacheConfig, model_config: _core.LoraModelConfig) -> None:
-    """The model configuration decides dtype and rank; another wish must not go unheard."""
-    for field, wanted, actual in (
-        ("dtype", config.dtype, model_config.dtype.name),
-        ("max_lora_rank", config.max_lora_rank, model_config.max_lora_rank),
-    ):
-        if wanted not in ("auto", None, actual):
-            raise InvalidArgumentError(
-                f"PeftCacheConfig.{field} is {wanted}, but the model configuration's is {actual}: "
-                "give the same to both, or leave it out of PeftCacheConfig"
-            )

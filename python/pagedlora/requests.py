@@ -6,12 +6,28 @@ import enum
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from pagedlora.errors import InvalidArgumentError, PagedLoraError
 from pagedlora.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class PeftRequest(Protocol):
+    """What a `PeftCacheManager` reads of a request."""
+
+    @property
+    def request_id(self) -> int:
+        """Unique among live requests."""
+
+    @property
+    def lora_task_id(self) -> int | None:
+        """The task of its adapter; None for the base model."""
+
+    @property
+    def lora_weights(self) -> Any:
+        """`AdapterWeights`, or None when the task is registered or cached."""
 
 
 class AnswerText(Protocol):
