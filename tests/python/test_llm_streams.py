@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from pagedlora.errors import AdapterNotFoundError, CapacityError, InvalidArgumen
 from pagedlora.requests import RequestOutput
 from pagedlora.sampling_params import SamplingParams
 
+ROOT = Path(__file__).parents[2]
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
@@ -214,3 +217,25 @@ def test_a_result_that_does_not_come_in_time_is_a_timeout(llm: LLM) -> None:
     go_on.set()
     assert stream.result(60).finished
     release()
+
+
+LEAVING = """
+from tests.support.tiny_models import build_tiny_model
+
+from pagedlora import LLM, KvCacheConfig, SamplingParams
+
+llm = LLM(build_tiny_model("llama"), kv_cache_config=KvCacheConfig(num_blocks=64, block_size=16))
+params = SamplingParams(max_tokens=500, temperature=0, ignore_eos=True)
+stream = llm.generate_async([1, 2, 3], params)
+next(iter(stream))
+print("leaving")
+"""
+
+
+def test_the_interpreter_can_end_while_a_stream_is_unfinished() -> None:
+    command = [sys.executable, "-c", LEAVING]
+    for _ in range(3):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
+        )
+        assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import threading
+import weakref
 from dataclasses import dataclass, field
 
 from pagedlora.engine.parts import EngineParts
@@ -30,7 +33,9 @@ class StepLoop:
     """Requests of any thread in, outputs out.
 
     The thread holds the engine's lock from the first request to the end of the last one, so
-    requests that come meanwhile share its batches. It ends when nothing is left to do. Thread-safe.
+    requests that come meanwhile share its batches. It ends when nothing is left to do, and before
+    the interpreter ends: a thread that the interpreter kills inside a forward brings the process
+    down. Thread-safe.
     """
 
     def __init__(self, parts: EngineParts, engine_lock: threading.Lock) -> None:
@@ -47,6 +52,8 @@ class StepLoop:
         self._running: dict[int, _Submission] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     @property
     def is_current_thread(self) -> bool:
@@ -106,6 +113,7 @@ class StepLoop:
                 self._open_parts.core.abort(request_id)
         if thread is not None:
             thread.join()
+        atexit.unregister(self._at_exit)
         with self._lock:
             self._parts = None
 
@@ -172,3 +180,9 @@ class StepLoop:
             self._running, self._inbox, self._thread = {}, [], None
         for submission in failed:
             submission.stream.fail(error)
+
+
+def _close(reference: weakref.ref[StepLoop]) -> None:
+    loop = reference()
+    if loop is not None:
+        loop.close()
