@@ -89,8 +89,10 @@ class Watch:
         scheduled = [*output.generation, *(chunk.request for chunk in output.context)]
         admitted = [r for r in scheduled if r.request_id not in self.computed]
         self._note_displacements(output, scheduled)
-        running = {r.lora_task_id for r in scheduled if r.request_id in self.computed}
-        taking = [r for r in admitted if r.lora_task_id not in {None, *running}]
+        first: dict[int | None, LlmRequest] = {}
+        for request in sorted(scheduled, key=scheduler.precedence):
+            first.setdefault(request.lora_task_id, request)
+        taking = [r for r in admitted if first[r.lora_task_id] is r and r.lora_task_id is not None]
         self._count_overtaking(before, admitted, taking)
         self.computed.update(r.request_id for r in scheduled)
 
@@ -111,7 +113,8 @@ class Watch:
     ) -> None:
         """S4, for the oldest waiting of its priority that was ready.
 
-        Only those count that take device pages: who needs none is never held back.
+        Only those count that take device pages: who finds its adapter in the batch already, or has
+        none, is never held back.
         """
         seen: set[int] = set()
         for request in self.engine.live:
