@@ -93,6 +93,24 @@ def test_s3_a_new_one_takes_nothing_from_its_equals(
     assert sorted(names_in(output)) == ids(*requests)
 
 
+@pytest.mark.parametrize("is_past_bound", [False, True])
+def test_s3_an_older_new_one_displaces_a_running_equal_only_past_the_bound(
+    *, is_past_bound: bool
+) -> None:
+    peft = PeftKind("recorded")
+    bench = Bench(peft, num_blocks=3)
+    older = bench.add("A", prompt=8, is_owner=False)
+    younger = bench.add("B", prompt=7)
+    bench.step()
+    peft.manager.add_request_peft(older)
+    record = bench.scheduler._records.get(older)
+    assert record is not None
+    record.is_past_bound = is_past_bound
+    output = bench.step()
+    assert names_in(output) == ids(older if is_past_bound else younger)
+    assert output.suspended == ([younger] if is_past_bound else [])
+
+
 def test_the_older_one_that_runs_takes_the_blocks_of_the_younger() -> None:
     bench = Bench(None, num_blocks=5)
     older, younger = (bench.add(prompt=prompt, max_tokens=13) for prompt in (5, 7))

@@ -349,7 +349,7 @@ class KVCacheV2Scheduler:
                     continue
                 counted.add(record.request.priority)
             others = this.scheduled if begun else this.admitted
-            if any(record.precedence < other.precedence for other in others):
+            if any(record.is_overtaken_by(other) for other in others):
                 record.was_skipped(self._max_skip_passes)
 
 

@@ -49,6 +49,13 @@ class Record:
         self.skipped_passes += 1
         self.is_past_bound = self.is_past_bound or self.skipped_passes >= max_skip_passes
 
+    def is_overtaken_by(self, other: Record) -> bool:
+        """Whether the other one is behind this one, or only waited too long to be so."""
+        if self.precedence < other.precedence:
+            return True
+        is_behind = other.request.priority <= self.request.priority
+        return is_behind and self.arrival < other.arrival
+
     def may_displace(self, other: Record, *, is_new: bool) -> bool:
         """Whether the other one has to give way to this one.
 
