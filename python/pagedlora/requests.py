@@ -127,6 +127,7 @@ class LlmRequest:
         num_computed_tokens: Tokens of prompt and output whose keys and values are stored.
         num_replayed_tokens: Tokens of the output that belong to the context, because their keys and
             values were lost and are computed again with those of the prompt.
+        num_restarts: How often its keys and values were lost.
         state: See `RequestState`; changed by `advance_to` only.
         finish_reason: Set when finished.
         error: Set when failed.
@@ -147,6 +148,7 @@ class LlmRequest:
     text: AnswerText | None = None
     num_computed_tokens: int = 0
     num_replayed_tokens: int = 0
+    num_restarts: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     error: PagedLoraError | None = None
@@ -170,7 +172,7 @@ class LlmRequest:
     @property
     def has_started(self) -> bool:
         """Whether anything was ever computed for it."""
-        return self.num_computed_tokens > 0 or bool(self.output_token_ids)
+        return self.num_computed_tokens > 0 or bool(self.output_token_ids) or self.num_restarts > 0
 
     @property
     def has_ended(self) -> bool:
@@ -194,6 +196,7 @@ class LlmRequest:
         self.advance_to(RequestState.WAITING)
         self.num_computed_tokens = 0
         self.num_replayed_tokens = len(self.output_token_ids)
+        self.num_restarts += 1
 
     def advance_to(self, state: RequestState) -> None:
         """Changes the state.

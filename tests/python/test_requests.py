@@ -57,6 +57,30 @@ def test_token_counts() -> None:
     assert request.max_total_tokens == 7
 
 
+def test_a_restarted_request_computes_all_it_has_again() -> None:
+    request = LlmRequest(1, prompt_token_ids=[5, 6, 7], state=RequestState.DECODING)
+    request.output_token_ids += [8, 9]
+    request.num_computed_tokens = 4
+    request.restart()
+    assert (request.state, request.num_computed_tokens) == (RequestState.WAITING, 0)
+    assert (request.num_context_tokens, request.num_prompt_tokens) == (5, 3)
+    assert request.context_token_ids(0, 5) == [5, 6, 7, 8, 9]
+    assert request.context_token_ids(1, 4) == [6, 7, 8]
+    assert request.context_token_ids(4, 5) == [9]
+
+
+def test_a_request_that_was_restarted_has_started() -> None:
+    request = LlmRequest(1, prompt_token_ids=[5, 6, 7])
+    assert not request.has_started
+    request.advance_to(RequestState.PREFILLING)
+    request.num_computed_tokens = 2
+    request.restart()
+    assert request.has_started
+    with pytest.raises(RuntimeError):
+        request.restart()
+    assert request.num_restarts == 1
+
+
 def test_a_plain_request_has_the_three_attributes_that_caches_read() -> None:
     request = LlmRequest(3, 9, "weights")
     assert (request.request_id, request.lora_task_id, request.lora_weights) == (3, 9, "weights")
