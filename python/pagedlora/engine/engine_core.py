@@ -14,6 +14,7 @@ One step, in this order:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +33,8 @@ from pagedlora.scheduler.step import PeftManager, SchedulerOutput
 
 _IDLE_POLL_S = 0.05
 """How long a step waits for a load when nothing else can be done."""
+_LEASE_POLL_S = 0.001
+"""The same for somebody else's lease."""
 
 
 class Lease(Protocol):
@@ -256,10 +259,15 @@ class EngineCore:
         """Whether a load, or somebody else's lease, is yet to end."""
         if self._peft is None:
             return False
-        return bool(self._peft.open_lease_tasks()) or any(
+        if any(
             request.lora_task_id is not None and self._peft.adapter_state(request) == "loading"
             for request in self._live
-        )
+        ):
+            return True
+        if self._peft.open_lease_tasks():
+            time.sleep(_LEASE_POLL_S)  # nobody tells when a lease ends
+            return True
+        return False
 
     def _lease(self, output: SchedulerOutput) -> Lease | None:
         """Leases the adapters of the step; None if it needs none."""
