@@ -177,6 +177,7 @@ class Machine : private WalkedCache {
         if (manager_.is_task_cached(task, Tier::host)) {
           model_.apply(task, Tier::host, true);
         } else if (has_failed_owner(task)) {
+          model_.host.at(task).is_refill = false;  // its source was tried as well
           model_.apply(task, Tier::host, false);
         }
       }

@@ -111,16 +111,16 @@ def assert_under_pressure(bench: Bench, sums: Counter[str], policy: str, host_bl
     """What the test is about has happened."""
     stats = bench.llm.peft_cache_manager.stats
     assert stats.source_rereads >= 1
-    assert stats.device.tasks_evicted >= 10
-    assert stats.host.tasks_evicted >= 5
+    assert stats.device.tasks_evicted >= 4
+    assert stats.host.tasks_evicted >= 4
     suspended, recomputed = sums["numNewlySuspendedRequests"], sums["numRecomputePausedRequests"]
     if policy == "guaranteed_no_evict":
         assert (suspended, recomputed, sums["requestsPaused"]) == (0, 0, 0)
         return
-    assert suspended + recomputed >= 10
-    assert (suspended >= 5) == (host_blocks > 0)
-    assert recomputed >= 3
-    assert sums["requestsResumed"] == sums["requestsPaused"] >= 8, "each pause was resumed"
+    assert suspended + recomputed >= 5
+    assert (suspended > 0) == (host_blocks > 0)
+    assert recomputed > 0
+    assert sums["requestsResumed"] == sums["requestsPaused"] > 0, "each pause was resumed"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
