@@ -123,7 +123,7 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
     bring_into_host(task, weights != nullptr ? weights->plan : record.plan, started);
     on_host = host_.find(task);
   }
-  const TaskOwners::Added added = add_owner(request, task, started, was_on_host);
+  const TaskOwners::Added added = add_owner(request, task, started, *on_host, was_on_host);
   iteration_.requests_resumed += added == TaskOwners::Added::resumed ? 1U : 0U;
   LoraCache::Entry* on_device = device_.find(task);
   update_class(task, record, on_host, on_device);
@@ -135,12 +135,12 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
 
 // Takes back what the request has brought in if it cannot become an owner.
 TaskOwners::Added PeftCacheManager::add_owner(RequestId request, TaskId task, bool started,
-                                              bool was_on_host) {
+                                              LoraCache::Entry& on_host, bool was_on_host) {
   try {
     bool is_first_owner = false;
     const TaskOwners::Added added = owners_.add(request, task, started, &is_first_owner);
     if (is_first_owner) {
-      host_.pin(task);
+      host_.pin(on_host);
     }
     return added;
   } catch (...) {  // out of memory

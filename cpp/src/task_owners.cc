@@ -58,32 +58,36 @@ TaskOwners::Added TaskOwners::add(RequestId request, TaskId task, bool started, 
   if (first != nullptr) {
     *first = false;
   }
-  if (failures_.contains(request)) {
+  if (failure_of(request) != nullptr) {
     check_add(request, task);
     return Added::already;
   }
-  if (const auto found = lives_.find(request); found != lives_.end()) {
+  const auto [life, is_newcomer] = lives_.try_emplace(request, Life{task, started, false});
+  if (!is_newcomer) {
     check_add(request, task);
-    if (!found->second.is_paused) {
+    if (!life->second.is_paused) {
       return Added::already;
     }
     Sets& sets = by_task_.at(task);
     sets.active.insert(sets.paused.extract(request));
     ++sets.num_started;
-    found->second.is_paused = false;
+    life->second.is_paused = false;
     return Added::resumed;
   }
-  const auto [sets, is_new] = by_task_.try_emplace(task);
+  bool is_new = false;
   try {
+    const auto [sets, inserted] = by_task_.try_emplace(task);
+    is_new = inserted;
     sets->second.active.insert(request);
-    lives_.emplace(request, Life{task, started, false});
+    sets->second.num_started += started ? 1U : 0U;
+    sets->second.owned_since = is_new ? ++adds_ : sets->second.owned_since;
   } catch (...) {  // out of memory
-    sets->second.active.erase(request);
-    drop_if_empty(task);
+    lives_.erase(life);
+    if (is_new) {
+      by_task_.erase(task);
+    }
     throw;
   }
-  sets->second.num_started += started ? 1U : 0U;
-  sets->second.owned_since = is_new ? ++adds_ : sets->second.owned_since;
   if (first != nullptr) {
     *first = is_new;
   }
@@ -100,8 +104,7 @@ bool TaskOwners::start(RequestId request) {
   return true;
 }
 
-bool TaskOwners::drop_if_empty(TaskId task) {
-  const auto known = by_task_.find(task);
+bool TaskOwners::drop_if_empty(ByTask::iterator known) {
   const bool is_empty = known->second.active.empty() && known->second.paused.empty();
   if (is_empty) {
     by_task_.erase(known);
@@ -124,14 +127,17 @@ std::optional<TaskOwners::Released> TaskOwners::pause(RequestId request) {
 }
 
 std::optional<TaskOwners::Released> TaskOwners::done(RequestId request) {
-  failures_.erase(request);
+  if (!failures_.empty()) {
+    failures_.erase(request);
+  }
   const auto found = lives_.find(request);
   if (found == lives_.end()) {
     return std::nullopt;
   }
   const Life life = found->second;
   lives_.erase(found);
-  Sets& sets = by_task_.at(life.task);
+  const auto known = by_task_.find(life.task);
+  Sets& sets = known->second;
   if (life.is_paused) {
     sets.paused.erase(request);
   } else {
@@ -139,7 +145,7 @@ std::optional<TaskOwners::Released> TaskOwners::done(RequestId request) {
     sets.num_started -= life.started ? 1U : 0U;
   }
   const bool last_active = !life.is_paused && sets.active.empty();
-  return Released{life.task, last_active, drop_if_empty(life.task)};
+  return Released{life.task, last_active, drop_if_empty(known)};
 }
 
 void TaskOwners::fail(TaskId task, const std::exception_ptr& error) {

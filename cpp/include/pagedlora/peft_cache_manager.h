@@ -265,7 +265,8 @@ class PeftCacheManager {
                            bool started);
   void admit_carried(TaskId task, const CarriedWeights& weights, bool started);
   void replace_carried(TaskId task, const TaskRecord& old, std::size_t pages, bool started);
-  TaskOwners::Added add_owner(RequestId request, TaskId task, bool started, bool was_on_host);
+  TaskOwners::Added add_owner(RequestId request, TaskId task, bool started,
+                              LoraCache::Entry& on_host, bool was_on_host);
   std::shared_ptr<const Layout> layout_of(TaskRecord& record);
   void check_fits_some_day(TaskRecord& record);
   void check_plan(const AdapterPlan& plan) const;

@@ -85,11 +85,13 @@ class TaskOwners {
     bool is_paused = false;
   };
 
-  bool drop_if_empty(TaskId task);
+  using ByTask = std::unordered_map<TaskId, Sets>;
+
+  bool drop_if_empty(ByTask::iterator known);
   void check_life(TaskId task, RequestId request, bool is_paused) const;
 
   std::unordered_map<RequestId, Life> lives_;
-  std::unordered_map<TaskId, Sets> by_task_;
+  ByTask by_task_;
   std::unordered_map<RequestId, Failure> failures_;
   std::uint64_t adds_ = 0;
 };
