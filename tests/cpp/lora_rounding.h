@@ -20,38 +20,22 @@ inline std::uint32_t longest(std::span<const Part> parts) {
   return length;
 }
 
-// Roundings of one product A[r, i] x[i] on its way into the sum of its rank.
-//   its product, and the partial sum of its lane   ceil(length of the part / lanes) + 2;
-//                                                  avx512: two a step, through all parts
-//   lanes, parts                                   4 + number of parts (avx512: 4 + 1)
-inline double longest_shrink_path(const Layout& layout, const Block& block, Isa isa) {
-  const std::span<const Part> parts = layout.a_parts(block);
-  if (isa != Isa::avx512) {
-    const double lanes = isa == Isa::avx2 ? 8 : 16;
-    return std::ceil(longest(parts) / lanes) + 2 + 4 + static_cast<double>(parts.size());
-  }
-  double path = 4 + 1;
-  for (const Part& part : parts) {
-    path += 2 * std::ceil(part.length / 32.0);
-  }
-  return path;
-}
-
 // Roundings on the longest path of one product A[r, i] x[i] to y, times the unit roundoff of
 // float32, bound the error relative to the sum of the magnitudes of all products:
-//   the sum of its rank                            longest_shrink_path
-//   scale                                          1
-//   product with B, lanes of the block, blocks     1 + 3 + number of blocks;
-//                                                  avx512: one a rank, through all blocks
-//   y                                              1
+//   its product, and the partial sum of its lane   ceil(length of the part / lanes) + 2
+//   lanes, parts                                   4 + number of parts
+//   scale, product with B, lanes of the block      1 + 1 + 3
+//   blocks, y                                      number of blocks + 1
+// The AVX-512 kernels add rank by rank, on a longer path, and are held to the same bound.
 inline double rounding_bound(const Layout& layout, std::uint32_t row, Isa isa) {
-  double path = 0;
+  const double lanes = isa == Isa::avx2 ? 8 : 16;
+  double longest_path = 0;
   for (const Block& block : layout.blocks_of_row(row)) {
-    path = std::max(path, longest_shrink_path(layout, block, isa));
+    const double lane = std::ceil(longest(layout.a_parts(block)) / lanes) + 2;
+    longest_path = std::max(longest_path, lane + 4 + block.num_a_parts);
   }
   const auto blocks = static_cast<double>(layout.blocks_of_row(row).size());
-  path += 1 + (isa == Isa::avx512 ? kMaxBlockRanks * blocks : 1 + 3 + blocks) + 1;
-  return path * unit_roundoff(Dtype::float32) * 1.001;
+  return (longest_path + 5 + blocks + 1) * unit_roundoff(Dtype::float32) * 1.001;
 }
 
 }  // namespace pagedlora::testing_support

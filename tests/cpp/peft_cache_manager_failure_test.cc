@@ -188,7 +188,19 @@ TEST_F(PeftSourceFailureTest, C3_VictimsAreChosenByTheCallWhateverTheSourceDoes)
   EXPECT_FALSE(on_host(idle));
 }
 
-class PeftDeviceFailureTest : public PeftTest {};
+class PeftDeviceFailureTest : public PeftTest {
+ protected:
+  // A task of two pages that nobody owns and whose host copy was given up.
+  TaskId leave_on_device_only() {
+    make_manager(2, 4);
+    const TaskId task = register_adapter(2);
+    add(1, task);
+    ensure_and_close({1});
+    done(1);
+    manager_->evict_unowned(Tier::host);
+    return task;
+  }
+};
 
 TEST_F(PeftDeviceFailureTest, L1_AFailedCopyIsTheErrorOfItsRequestsOnly) {
   constexpr int kTasks = 3;
@@ -233,12 +245,7 @@ TEST_F(PeftDeviceFailureTest, ABatchWhoseCopiesAllFailLeavesTheDeviceEmpty) {
 }
 
 TEST_F(PeftDeviceFailureTest, L6_ARefillThatFailsIsReadFromTheSourceInstead) {
-  make_manager(2, 4);
-  const TaskId task = register_adapter(2);
-  add(1, task);
-  ensure_and_close({1});
-  done(1);
-  manager_->evict_unowned(Tier::host);
+  const TaskId task = leave_on_device_only();
   device_->fail_copy_after = 0;
   add(2, task);
   EXPECT_TRUE(content_is_right(task, Tier::host));
@@ -249,12 +256,7 @@ TEST_F(PeftDeviceFailureTest, L6_ARefillThatFailsIsReadFromTheSourceInstead) {
 }
 
 TEST_F(PeftDeviceFailureTest, L6_ARefillThatFailsIsTheErrorOfItsOwnersIfTheSourceFailsToo) {
-  make_manager(2, 4);
-  const TaskId task = register_adapter(2);
-  add(1, task);
-  ensure_and_close({1});
-  done(1);
-  manager_->evict_unowned(Tier::host);
+  const TaskId task = leave_on_device_only();
   device_->fail_copy_after = 0;
   source_of(task).fail_open = true;
   EXPECT_THROW(add(2, task), AdapterNotFoundError);

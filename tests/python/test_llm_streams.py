@@ -183,12 +183,37 @@ def test_generate_beside_streams_is_refused_and_a_stream_beside_generate_waits(l
         if not waiting:
             waiting.append(llm.generate_async([1], GREEDY))
 
-    assert wait_until(lambda: not llm._lock.locked())
     assert llm._parts is not None
     handle = llm._parts.loaded.model.register_forward_pre_hook(ask)
     llm.generate([[2]], GREEDY)
     handle.remove()
     assert waiting[0].result(60).outputs == right
+
+
+def test_generate_right_after_a_stream_waits_until_that_has_left_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving, go_on = threading.Event(), threading.Event()
+    take_inbox = llm._loop._take_inbox
+
+    def linger() -> bool:
+        is_busy = take_inbox()
+        if not is_busy:
+            leaving.set()
+            assert go_on.wait(60)
+        return is_busy
+
+    monkeypatch.setattr(llm._loop, "_take_inbox", linger)
+    right = llm.generate_async([1], GREEDY).result(60).outputs
+    assert leaving.wait(60)
+    thread = llm._loop._thread
+    assert thread is not None
+    join = thread.join
+    monkeypatch.setattr(thread, "join", lambda: (go_on.set(), join()))
+    try:
+        assert llm.generate([[1]], GREEDY)[0].outputs == right
+    finally:
+        go_on.set()
 
 
 def test_close_aborts_streams(llm: LLM) -> None:

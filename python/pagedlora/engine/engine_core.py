@@ -131,7 +131,8 @@ class EngineCore:
         From any thread.
         """
         with self._abort_lock:
-            self._aborted.add(request_id)
+            if self._live.get(request_id) is not None:
+                self._aborted.add(request_id)
 
     def step(self) -> list[LlmRequest]:
         """Computes one step.
@@ -204,7 +205,8 @@ class EngineCore:
             return []
         with self._abort_lock:
             aborted, self._aborted = self._aborted, set()
-        ended = [request for request in self._live if request.request_id in aborted]
+        found = [self._live.get(request_id) for request_id in sorted(aborted)]
+        ended = [request for request in found if request is not None]
         for request in ended:
             self._live.finish(request, "abort")
         return ended

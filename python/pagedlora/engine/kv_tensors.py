@@ -78,6 +78,8 @@ class KvTensors:
         self.host_keys, self.host_values = _key_and_value_tensors(
             spec, num_host_blocks, block_size, dtype
         )
+        self._device_tensors = [*self.keys, *self.values]
+        self._host_tensors = [*self.host_keys, *self.host_values]
 
     def copy_to_host(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copies the keys and values of device blocks into host blocks, bit for bit.
@@ -89,8 +91,7 @@ class KvTensors:
         Raises:
             IndexError: There is no such block, or the numbers of blocks differ.
         """
-        device, host = [*self.keys, *self.values], [*self.host_keys, *self.host_values]
-        _copy_blocks(device, device_blocks, host, host_blocks)
+        _copy_blocks(self._device_tensors, device_blocks, self._host_tensors, host_blocks)
 
     def copy_from_host(self, host_blocks: Sequence[int], device_blocks: Sequence[int]) -> None:
         """Copies the keys and values of host blocks into device blocks, bit for bit.
@@ -102,8 +103,7 @@ class KvTensors:
         Raises:
             IndexError: There is no such block, or the numbers of blocks differ.
         """
-        device, host = [*self.keys, *self.values], [*self.host_keys, *self.host_values]
-        _copy_blocks(host, host_blocks, device, device_blocks)
+        _copy_blocks(self._host_tensors, host_blocks, self._device_tensors, device_blocks)
 
 
 def _key_and_value_tensors(

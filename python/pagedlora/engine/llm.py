@@ -123,6 +123,7 @@ class LLM:
         loras: list[LoRARequest | str | None] = one_per_prompt(
             lora_request, len(texts), "lora_request", (LoRARequest, str, type(None))
         )
+        self._loop.wait_if_done()
         if self._lock.locked():
             raise InvalidArgumentError(
                 "generate() or close() is running already, or streams are unfinished: wait for them"
@@ -287,9 +288,7 @@ class LLM:
                 token_ids: list[int] = []
                 try:
                     token_ids = processor.token_ids(prompt)
-                    request = processor.make_request(request_id, token_ids, params, lora)
-                    parts.adapters.acquire(lora, request)
-                    core.add(request)
+                    parts.begin(request_id, token_ids, params, lora)
                 except PagedLoraError as error:
                     outputs[request_id] = RequestOutput(request_id, token_ids, [], error=error)
             while core.has_unfinished:

@@ -17,11 +17,14 @@ from pagedlora.engine.model_spec import ModelSpec
 from pagedlora.engine.request_processor import RequestProcessor
 from pagedlora.engine.sizing import num_host_kv_blocks, num_kv_blocks, with_adapter_counts
 from pagedlora.engine.step_stats import StepStats
+from pagedlora.errors import PagedLoraError
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.lora_manager import LoraManager
 from pagedlora.memory import available_memory_bytes
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
+from pagedlora.requests import LoRARequest
+from pagedlora.sampling_params import SamplingParams
 from pagedlora.scheduler.admission_window import AdmissionWindow
 from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
 
@@ -52,6 +55,28 @@ class EngineParts:
     core: EngineCore
     stats: StepStats | None
     closers: ExitStack
+
+    def begin(
+        self,
+        request_id: int,
+        token_ids: list[int],
+        params: SamplingParams,
+        lora: LoRARequest | str | None,
+        *,
+        streams: bool = False,
+    ) -> None:
+        """Hands a request to the core; whoever hears of its end releases its adapter.
+
+        Args and errors are those of `RequestProcessor.make_request` and `EngineCore.add`; a request
+        that was not taken holds nothing.
+        """
+        request = self.processor.make_request(request_id, token_ids, params, lora, streams=streams)
+        self.adapters.acquire(lora, request)
+        try:
+            self.core.add(request)
+        except PagedLoraError:
+            self.adapters.release(request)
+            raise
 
     def close(self) -> None:
         """Gives the model back as it was and closes the cache; idempotent."""

@@ -50,7 +50,8 @@ class StepLoop:
         self._lock = threading.Lock()  # guards what follows
         self._inbox: list[_Submission] = []
         self._running: dict[int, _Submission] = {}
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the last one
+        self._takes_inbox = False  # whether that will look into the inbox once more
         self._closed = False
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -82,7 +83,8 @@ class StepLoop:
             if self._closed:
                 raise InvalidArgumentError("this LLM is closed: make a new one")
             self._inbox.append(_Submission(stream, prompt, params, lora))
-            if self._thread is None:
+            if not self._takes_inbox:
+                self._takes_inbox = True
                 self._thread = threading.Thread(
                     target=self._run, name="pagedlora-steps", daemon=True
                 )
@@ -98,6 +100,13 @@ class StepLoop:
                     return
             if self._parts is not None:
                 self._parts.core.abort(request_id)
+
+    def wait_if_done(self) -> None:
+        """Waits until the thread has given the engine back, if all streams have ended."""
+        with self._lock:
+            thread = None if self._inbox or self._running else self._thread
+        if thread is not None:
+            thread.join()
 
     def close(self) -> None:
         """Ends all requests as aborted, waits for the thread and lets the engine go; idempotent.
@@ -132,7 +141,7 @@ class StepLoop:
             submissions, self._inbox = self._inbox, []
             self._running.update((s.stream.request_id, s) for s in submissions)
             if not self._running:
-                self._thread = None
+                self._takes_inbox = False
                 return False
         for submission in submissions:
             self._begin(submission)
@@ -142,15 +151,9 @@ class StepLoop:
         parts, request_id = self._open_parts, submission.stream.request_id
         try:
             submission.token_ids = parts.processor.token_ids(submission.prompt)
-            request = parts.processor.make_request(
+            parts.begin(
                 request_id, submission.token_ids, submission.params, submission.lora, streams=True
             )
-            parts.adapters.acquire(submission.lora, request)
-            try:
-                parts.core.add(request)
-            except PagedLoraError:
-                parts.adapters.release(request)
-                raise
             if submission.is_aborted or self._closed:
                 parts.core.abort(request_id)
         except PagedLoraError as error:
@@ -177,7 +180,7 @@ class StepLoop:
         self._open_parts.adapters.release_all()
         with self._lock:
             failed = [*self._running.values(), *self._inbox]
-            self._running, self._inbox, self._thread = {}, [], None
+            self._running, self._inbox, self._takes_inbox = {}, [], False
         for submission in failed:
             submission.stream.fail(error)
 

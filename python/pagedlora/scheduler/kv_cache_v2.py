@@ -41,7 +41,6 @@ T = TypeVar("T")
 
 class _Verdict(enum.Enum):
     SCHEDULED = enum.auto()
-    FAILED = enum.auto()
     NOT_READY = enum.auto()
     NO_TOKENS = enum.auto()
     NO_PAGES = enum.auto()
@@ -145,6 +144,8 @@ class KVCacheV2Scheduler:
             behind=order[::-1],
         )
         for record in order:
+            if this.places == 0 or this.tokens == 0:
+                break  # whoever is left waits and keeps what it has
             this.behind.pop()
             this.keepers.discard(record.request.request_id)
             if record.left_pass != this.number:
@@ -165,7 +166,7 @@ class KVCacheV2Scheduler:
         """Schedules the request, or notes why not."""
         request = record.request
         is_new = not self._is_begun(record)
-        if this.places == 0 or (is_new and not this.admits_new):
+        if is_new and not this.admits_new:
             return
         try:
             verdict = self._try_schedule(record, is_new, this)

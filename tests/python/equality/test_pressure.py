@@ -33,6 +33,7 @@ SPECS = {
     f"r{rank}": AdapterSpec(rank, "all-linear", use_rslora=rank % 2 == 0) for rank in range(9, 17)
 }
 NUM_REQUESTS = 60
+SEEDS = (5, 6, 10)
 SIZES: dict[str, Any] = {"device_adapters": 2, "host_adapters": 4, "num_blocks": 30}
 
 
@@ -70,22 +71,28 @@ def draw(seed: int) -> tuple[list[Case], list[SamplingParams], list[int]]:
 
 
 def answer_all(
-    bench: Bench, cases: Sequence[Case], params: Sequence[SamplingParams], gaps: Sequence[int]
+    bench: Bench,
+    cases: Sequence[Case],
+    params: Sequence[SamplingParams],
+    gaps: Sequence[int],
+    *,
+    settled: bool,
 ) -> list[Answer]:
-    """Feeds the engine step by step and verifies every invariant after each."""
+    """Feeds the engine step by step and verifies every invariant after each.
+
+    With `settled` loads end between steps, so that what happens is the same in every run.
+    """
     parts = bench.llm._parts
     requests: list[LlmRequest] = []
     due = 0
     while len(requests) < len(cases) or parts.core.has_unfinished:
         while len(requests) < len(cases) and due <= 0:
             case, number = cases[len(requests)], len(requests)
-            request = parts.processor.make_request(
-                next(bench.llm._request_ids), list(case.prompt), params[number], case.adapter
-            )
-            parts.adapters.acquire(case.adapter, request)
-            parts.core.add(request)
-            requests.append(request)
+            request_id = next(bench.llm._request_ids)
+            parts.begin(request_id, list(case.prompt), params[number], case.adapter)
+            requests.append(parts.core._live.get(request_id))
             due = gaps[number]
+        assert not settled or bench.llm.peft_cache_manager.wait_idle()
         for changed in parts.core.step():
             if changed.has_ended:
                 parts.adapters.release(changed)
@@ -110,20 +117,20 @@ def totals(bench: Bench) -> Counter[str]:
 def assert_under_pressure(bench: Bench, sums: Counter[str], policy: str, host_blocks: int) -> None:
     """What the test is about has happened."""
     stats = bench.llm.peft_cache_manager.stats
-    assert stats.source_rereads >= 1
-    assert stats.device.tasks_evicted >= 4
-    assert stats.host.tasks_evicted >= 4
+    assert stats.source_rereads >= 3
+    assert stats.device.tasks_evicted >= 10
+    assert stats.host.tasks_evicted >= 5
     suspended, recomputed = sums["numNewlySuspendedRequests"], sums["numRecomputePausedRequests"]
     if policy == "guaranteed_no_evict":
         assert (suspended, recomputed, sums["requestsPaused"]) == (0, 0, 0)
         return
-    assert suspended + recomputed >= 5
-    assert (suspended > 0) == (host_blocks > 0)
-    assert recomputed > 0
-    assert sums["requestsResumed"] == sums["requestsPaused"] > 0, "each pause was resumed"
+    assert suspended + recomputed >= 10
+    assert (suspended >= 5) == (host_blocks > 0)
+    assert recomputed >= 3
+    assert sums["requestsResumed"] == sums["requestsPaused"] >= 8, "each pause was resumed"
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("policy", "host_blocks"),
     [("guaranteed_no_evict", 0), ("max_utilization", 0), ("max_utilization", 12)],
@@ -133,7 +140,7 @@ def test_sixty_requests_through_little_room_answer_as_peft_does(
 ) -> None:
     cases, params, gaps = draw(seed)
     with open_bench(FAMILY, adapters, policy=policy, host_blocks=host_blocks, **SIZES) as bench:
-        answers = answer_all(bench, cases, params, gaps)
+        answers = answer_all(bench, cases, params, gaps, settled=True)
         assert_under_pressure(bench, totals(bench), policy, host_blocks)
     for case, answer in zip(cases, answers, strict=True):
         assert_follows_peft(oracle, case, answer)
@@ -143,12 +150,23 @@ def test_sixty_requests_through_little_room_answer_as_peft_does(
 def test_sampled_answers_are_those_of_an_engine_with_room(
     adapters: dict[str, Path], roomy: Bench, policy: Any
 ) -> None:
-    cases, params, gaps = draw(4)
+    cases, params, gaps = draw(SEEDS[1])
     params = [
         replace(each, temperature=1.2, top_p=0.9, seed=number) for number, each in enumerate(params)
     ]
     right = [answer.tokens for answer in roomy.ask(cases, params)]
     with open_bench(FAMILY, adapters, policy=policy, host_blocks=12, **SIZES) as bench:
-        answers = answer_all(bench, cases, params, gaps)
+        answers = answer_all(bench, cases, params, gaps, settled=True)
         assert_under_pressure(bench, totals(bench), policy, 12)
     assert [answer.tokens for answer in answers] == right
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_answers_do_not_depend_on_when_loads_end(
+    adapters: dict[str, Path], oracle: PeftOracle, policy: Any
+) -> None:
+    cases, params, gaps = draw(SEEDS[0])
+    with open_bench(FAMILY, adapters, policy=policy, host_blocks=12, **SIZES) as bench:
+        answers = answer_all(bench, cases, params, gaps, settled=False)
+    for case, answer in zip(cases, answers, strict=True):
+        assert_follows_peft(oracle, case, answer)
