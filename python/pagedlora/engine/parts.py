@@ -113,6 +113,7 @@ def build_parts(
             cache.model_config,
             cache,
             base_model_id=str(getattr(loaded.model.config, "name_or_path", "")),
+            strict=lora_config.strict,
         )
         adapters = AdapterNames(manager)
         stats = StepStats(kv, cache) if enable_stats else None

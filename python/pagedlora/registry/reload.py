@@ -17,6 +17,7 @@ class Reloader:
 
     def __init__(self, parts: RegistryParts) -> None:
         self._table = parts.table
+        self._options = parts.options
         self._lock = parts.lock
         self._generations = parts.generations
         self._names = parts.names
@@ -60,7 +61,7 @@ class Reloader:
 
     def reload(self, entry: NameEntry, path: str, expected: str | None) -> None:
         """As `LoraManager.reload`."""
-        content, plan, sources = parse_adapter(path, self._table)
+        content, plan, sources = parse_adapter(path, self._table, self._options)
         digest = content.digest(self._table, Deadline(None))
         # A source that was overwritten in place cannot be read any more: it is other content.
         with suppress(PagedLoraError):
