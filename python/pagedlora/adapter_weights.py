@@ -22,6 +22,7 @@ from pagedlora.loaders.rows import (
     pair_tensors,
 )
 from pagedlora.loaders.tensor_names import canonical_name
+from pagedlora.loaders.values import ValueCheck
 
 if TYPE_CHECKING:
     import torch
@@ -60,13 +61,14 @@ class AdapterWeights:
             The weights.
 
         Raises:
-            AdapterFormatError: A tensor is missing, or of an impossible shape or type.
+            AdapterFormatError: A tensor is missing, or of an impossible shape or type, or has
+                values that are NaN or infinite.
             UnsupportedAdapterError: The configuration asks for more than plain LoRA.
         """
         parsed = parse_peft_config(config, _DESCRIPTION)
         buffer, packed = _pack(tensors)
         pairs = pair_tensors(packed, parsed, _DESCRIPTION)
-        return cls(buffer, pairs, _digest(buffer, pairs))
+        return cls(buffer, pairs, _digest(buffer, pairs, ValueCheck(_DESCRIPTION, None)))
 
     @classmethod
     def from_packed(
@@ -137,12 +139,12 @@ class AdapterWeights:
         return self._carried[1]
 
 
-def _digest(buffer: bytearray, tensors: AdapterTensors) -> str:
+def _digest(buffer: bytearray, tensors: AdapterTensors, check: ValueCheck | None = None) -> str:
     view = memoryview(buffer)
     modules = (
         ModuleContent(name, module.scale, module.pair) for name, module in tensors.modules.items()
     )
-    return content_digest(modules, lambda offset, size: (view[offset : offset + size],))
+    return content_digest(modules, lambda offset, size: (view[offset : offset + size],), check)
 
 
 def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTensor]]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.rows import BoundModule, MatrixPair, StoredTensor
+from pagedlora.loaders.values import ValueCheck
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -84,15 +85,18 @@ class RowTable:
             yield ModuleContent(name, self.scales[row], MatrixPair(a, b))
 
 
-def content_digest(modules: Iterable[ModuleContent], read: ReadPieces) -> str:
+def content_digest(
+    modules: Iterable[ModuleContent], read: ReadPieces, check: ValueCheck | None = None
+) -> str:
     """The digest of an adapter, in hexadecimal; see the module for what is hashed.
 
     Args:
         modules: All of the adapter, in any order.
         read: Gives the bytes of the matrices.
+        check: Looks at them, too; None: nobody does.
 
     Raises:
-        PagedLoraError: What `read` raises.
+        PagedLoraError: What `read` or `check` raises.
     """
     ordered = sorted(modules, key=lambda module: module.name)
     digest = hashlib.sha256(_text(_FORMAT) + struct.pack("<Q", len(ordered)))
@@ -102,9 +106,13 @@ def content_digest(modules: Iterable[ModuleContent], read: ReadPieces) -> str:
         for matrix in module.pair:
             digest.update(_text(matrix.dtype) + struct.pack("<QQ", *matrix.shape))
     for module in ordered:
-        for matrix in module.pair:
+        for letter, matrix in zip("AB", module.pair, strict=True):
             rows, columns = matrix.shape
-            for piece in read(matrix.offset, rows * columns * _ELEMENT_BYTES[matrix.dtype]):
+            pieces = read(matrix.offset, rows * columns * _ELEMENT_BYTES[matrix.dtype])
+            if check is not None:
+                tensor = f"{module.name}.lora_{letter}.weight"
+                pieces = check.pass_on(tensor, matrix.dtype, pieces)
+            for piece in pieces:
                 digest.update(piece)
     return digest.hexdigest()
 

@@ -12,6 +12,7 @@ from pagedlora.loaders.digest import RowTable, content_digest
 from pagedlora.loaders.hf import PeftDirectory, make_plan, open_peft_directory
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.values import ValueCheck
 from pagedlora.registry.deadline import Deadline
 
 
@@ -39,10 +40,13 @@ class AdapterContent:
         self.rows = rows
         self.report = report
 
-    def digest(self, table: ModuleTable, deadline: Deadline) -> str:
+    def digest(
+        self, table: ModuleTable, deadline: Deadline, options: LoadOptions = DEFAULT_OPTIONS
+    ) -> str:
         """Reads the file and hashes it, in pieces; see `pagedlora.loaders.digest`.
 
         Raises:
+            AdapterFormatError: Values are NaN, infinite or over the range of the cache's type.
             AdapterNotFoundError: The file is gone.
             AdapterReadError: The system will not read it.
             AdapterSourceChangedError: It is not the file that was parsed, or is written to.
@@ -56,7 +60,8 @@ class AdapterContent:
                         raise deadline.error(self.path)
                     yield piece
 
-            return content_digest(self.rows.contents(table), read_in_time)
+            check = ValueCheck(self.file.path, table.config.dtype) if options.check_values else None
+            return content_digest(self.rows.contents(table), read_in_time, check)
 
 
 def parse_adapter(
