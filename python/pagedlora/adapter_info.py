@@ -70,17 +70,20 @@ class AdapterInfo:
     owners: frozenset[int]
 
 
-def probe_adapter(path: str | os.PathLike[str], *, strict: bool = True) -> AdapterReport:
+def probe_adapter(
+    path: str | os.PathLike[str], *, strict: bool = True, allow_pickle: bool = False
+) -> AdapterReport:
     """What an adapter's files say; checks everything that needs no model.
 
     Args:
         path: A PEFT directory.
         strict: As in `LoraManager`.
+        allow_pickle: As in `LoraManager`.
 
     Raises:
         PagedLoraError: As `LoraManager.register`, but for what depends on a model.
     """
-    return _report(open_peft_directory(path, LoadOptions(strict=strict)))
+    return _report(open_peft_directory(path, LoadOptions(strict=strict, allow_pickle=allow_pickle)))
 
 
 def _report(adapter: PeftDirectory) -> AdapterReport:

@@ -62,6 +62,7 @@ class LoraManager:
         *,
         base_model_id: str = "",
         strict: bool = True,
+        allow_pickle: bool = False,
         check_values: bool = True,
     ) -> None:
         """Starts empty.
@@ -74,6 +75,9 @@ class LoraManager:
             strict: Refuses adapters with fields that this release does not know, and with keys of
                 `rank_pattern` or `alpha_pattern` that match no module. If false, they are ignored
                 with a `PagedLoraWarning` and noted in the adapter's report.
+            allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with
+                `weights_only=True`, when it is registered; it is kept as a safetensors file in a
+                private directory until it is unloaded.
             check_values: Whether adapters with NaN, infinity or values over the range of the
                 cache's type are refused when their whole content is read.
         """
@@ -85,7 +89,7 @@ class LoraManager:
         self._generations = GenerationTable(cache_manager)
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
-        options = LoadOptions(strict=strict, check_values=check_values)
+        options = LoadOptions(strict, allow_pickle, check_values)
         parts = RegistryParts(
             table, options, self._lock, self._generations, self._names, self._pins
         )

@@ -11,6 +11,7 @@ from pagedlora.errors import AdapterNotFoundError, PagedLoraError, UnsupportedAd
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
+from pagedlora.loaders.pickled import PICKLE_NAME, PrivateCopy, convert_pickle
 from pagedlora.loaders.rows import (
     AdapterTensors,
     BoundAdapter,
@@ -23,7 +24,6 @@ from pagedlora.loaders.rows import (
 from pagedlora.loaders.source_file import SourceFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-_PICKLE_NAME = "adapter_model.bin"
 _SHOWN_TENSORS = 5
 
 
@@ -37,6 +37,8 @@ class PeftDirectory:
         tensors: Its modules.
         source: The weights file as it was when parsed.
         file: The same, to be read from Python.
+        weights_path: What errors name: the weights file, or the pickle that it was made from.
+        copy: Keeps the weights file there, where it was made from a pickle.
     """
 
     path: str
@@ -44,6 +46,8 @@ class PeftDirectory:
     tensors: AdapterTensors
     source: _core.TensorSource
     file: SourceFile
+    weights_path: str
+    copy: PrivateCopy | None = None
 
     def bind(self, table: ModuleTable) -> BoundAdapter:
         """Its modules as a model has them.
@@ -52,7 +56,7 @@ class PeftDirectory:
             AdapterFormatError: The adapter does not fit the model.
             UnsupportedAdapterError: Its rank is over the maximum.
         """
-        return bind(self.tensors, table, os.path.join(self.path, WEIGHTS_NAME))
+        return bind(self.tensors, table, self.weights_path)
 
 
 def make_plan(
@@ -87,13 +91,15 @@ def open_peft_directory(
         if error.field == "modules_to_save" and path.is_file():
             raise _with_whole_tensors(error, str(path)) from None
         raise
+    weights_path, copy = str(path), None
     if not path.exists():
-        _refuse_missing_weights(Path(directory))
+        copy = _open_pickle(Path(directory), options)
+        weights_path, path = str(path.with_name(PICKLE_NAME)), Path(copy.path)
     source = _core.open_file_source(str(path))
     # Between two looks of the core, which compares what it sees: so it is the core's file.
     file = SourceFile.of(str(path))
-    tensors = pair_tensors(_stored(source), config, str(path), strict=options.strict)
-    return PeftDirectory(os.fspath(directory), config, tensors, source, file)
+    tensors = pair_tensors(_stored(source), config, weights_path, strict=options.strict)
+    return PeftDirectory(os.fspath(directory), config, tensors, source, file, weights_path, copy)
 
 
 def _stored(source: _core.TensorSource) -> list[StoredTensor]:
@@ -125,13 +131,17 @@ def _with_whole_tensors(error: UnsupportedAdapterError, path: str) -> PagedLoraE
     )
 
 
-def _refuse_missing_weights(directory: Path) -> None:
-    if (directory / _PICKLE_NAME).exists():
-        raise UnsupportedAdapterError(
-            f"'{directory}' has its weights in {_PICKLE_NAME}, a pickle that could run code: "
-            "save them with safetensors (PEFT: save_pretrained(..., safe_serialization=True))",
-            field=_PICKLE_NAME,
+def _open_pickle(directory: Path, options: LoadOptions) -> PrivateCopy:
+    path = directory / PICKLE_NAME
+    if not path.exists():
+        raise AdapterNotFoundError(
+            f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
         )
-    raise AdapterNotFoundError(
-        f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
-    )
+    if not options.allow_pickle:
+        raise UnsupportedAdapterError(
+            f"'{directory}' has its weights in {PICKLE_NAME}, a pickle: save them with safetensors "
+            "(PEFT: save_pretrained(..., safe_serialization=True)), or, if you trust the file, "
+            "allow_pickle=True",
+            field=PICKLE_NAME,
+        )
+    return convert_pickle(path, WEIGHTS_NAME)

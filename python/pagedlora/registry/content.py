@@ -26,9 +26,10 @@ class AdapterContent:
         source: The same as the core reads it.
         rows: Where in the file its matrices lie.
         report: What became of its tensors.
+        copy: Keeps the file there, where it was made from a pickle.
     """
 
-    __slots__ = ("file", "path", "real_path", "report", "rows", "source")
+    __slots__ = ("copy", "file", "path", "real_path", "report", "rows", "source")
 
     def __init__(
         self, directory: PeftDirectory, real_path: str, rows: RowTable, report: CoverageReport
@@ -39,6 +40,7 @@ class AdapterContent:
         self.source = directory.source
         self.rows = rows
         self.report = report
+        self.copy = directory.copy
 
     def digest(
         self, table: ModuleTable, deadline: Deadline, options: LoadOptions = DEFAULT_OPTIONS
