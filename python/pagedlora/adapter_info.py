@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from pagedlora.loaders.coverage import CoverageReport
 from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
@@ -22,6 +23,7 @@ class AdapterReport:
         dtypes: Types of the stored tensors.
         parameters: Numbers in the tensors.
         bytes_on_disk: Size of the weights file.
+        settings: The fields of its configuration that decide the answers.
         ignored: What was ignored, and why; with strict=False only.
     """
 
@@ -32,6 +34,7 @@ class AdapterReport:
     dtypes: list[str]
     parameters: int
     bytes_on_disk: int
+    settings: dict[str, Any]
     ignored: tuple[str, ...] = ()
 
 
@@ -97,5 +100,6 @@ def _report(adapter: PeftDirectory) -> AdapterReport:
         dtypes=sorted({tensor.dtype for tensor in tensors}),
         parameters=sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors),
         bytes_on_disk=adapter.source.size_bytes,
+        settings=adapter.config.settings(),
         ignored=adapter.tensors.notes,
     )

@@ -6,6 +6,7 @@ anything: ignoring it could change answers without anybody noticing.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -55,6 +56,16 @@ class PeftLoraConfig:
     layers_pattern: tuple[str, ...] = ()
     starts_at_zero: bool = True
     notes: tuple[str, ...] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """The fields of the file that are there and decide the answers."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        always = ("r", "lora_alpha", "target_modules")
+        return {
+            name: value
+            for name, value in values.items()
+            if name in always or (value and name not in ("starts_at_zero", "notes"))
+        }
 
 
 def read_peft_config(directory: str | os.PathLike[str], *, strict: bool = True) -> PeftLoraConfig:
