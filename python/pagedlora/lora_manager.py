@@ -19,6 +19,7 @@ from pagedlora.errors import AdapterInUseError, AdapterNotFoundError, InvalidArg
 from pagedlora.loaders.digest import length_prefixed
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.shape_cache import ShapeCache
 from pagedlora.paths import is_possible_path, to_path
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
@@ -90,8 +91,9 @@ class LoraManager:
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
         options = LoadOptions(strict, allow_pickle, check_values)
+        self._shapes = ShapeCache()
         parts = RegistryParts(
-            table, options, self._lock, self._generations, self._names, self._pins
+            table, options, self._shapes, self._lock, self._generations, self._names, self._pins
         )
         self._reloader = Reloader(parts)
         self._loader = Loader(parts, self._reloader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pagedlora import _core
@@ -113,7 +114,7 @@ class BoundModule(NamedTuple):
     pair: MatrixPair
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BoundAdapter:
     """All modules of an adapter, as a model has them, in the order of the file.
 
@@ -124,6 +125,11 @@ class BoundAdapter:
 
     modules: tuple[BoundModule, ...]
     report: CoverageReport
+
+    @cached_property
+    def planned_rows(self) -> list[_core.PlannedRow]:
+        """The rows of its load plan; not to be changed."""
+        return make_rows(self.modules)
 
 
 def pair_tensors(
