@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.shape_cache import ShapeCache
 from pagedlora.registry.generations import GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.names import NameTable
@@ -17,6 +19,8 @@ class RegistryParts:
 
     Attributes:
         table: The model's modules.
+        options: What adapters may be.
+        shapes: Of the adapters parsed last.
         lock: Never held while anybody hashes, reads or waits.
         generations: Contents.
         names: What they are called, and by whom they are used.
@@ -24,6 +28,8 @@ class RegistryParts:
     """
 
     table: ModuleTable
+    options: LoadOptions
+    shapes: ShapeCache
     lock: threading.RLock
     generations: GenerationTable
     names: NameTable
