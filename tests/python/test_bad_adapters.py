@@ -191,12 +191,13 @@ CONFIG_TEXTS = {
     "no targets": '{"r": 4, "lora_alpha": 8}',
     "empty targets": '{"r": 4, "lora_alpha": 8, "target_modules": []}',
     "numbers as targets": '{"r": 4, "lora_alpha": 8, "target_modules": [1]}',
-    "a key twice": '{"r": 4, "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "a key twice": '{"r": 4, "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}',
     "an inner key twice": (
-        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {"x": 1, "x": 2}}'
+        '{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", '
+        '"alpha_pattern": {"q_proj": 1, "q_proj": 2}}'
     ),
     "an unused key twice": (
-        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "eva_config": {"x": 1, "x": 1}}'
+        '{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "eva_config": {"x": 1, "x": 1}}'
     ),
     "number of 5000 digits": f'{{"r": 1{"0" * 5000}, "lora_alpha": 1, "target_modules": ["q"]}}',
     "too long": '{"r": 4, "x": "' + "y" * (5 << 20) + '"}',
