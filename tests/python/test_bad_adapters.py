@@ -262,13 +262,14 @@ def test_layers_need_a_list_of_targets(
     assert "PEFT takes only with a list of target_modules" in str(error)
 
 
+@pytest.mark.parametrize("init", [False, "orthogonal"])
 def test_a_module_whose_weights_peft_would_draw_is_not_left_out(
-    small_cache: Cache, tmp_path: Path
+    small_cache: Cache, tmp_path: Path, init: Any
 ) -> None:
     tensors = good_tensors(small_cache)
     for matrix in (Q_A, Q_B):
         del tensors[matrix]
-    directory = write_adapter(tmp_path / "a", tensors, init_lora_weights=False)
+    directory = write_adapter(tmp_path / "a", tensors, init_lora_weights=init)
     error = refuse(small_cache, directory, AdapterFormatError)
     assert "PEFT would draw random weights" in str(error)
     assert error.tensor == "model.layers.0.self_attn.q_proj.lora_A.weight"
