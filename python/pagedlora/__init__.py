@@ -28,6 +28,7 @@ from pagedlora.errors import (
     UnsupportedModelError,
 )
 from pagedlora.kv_cache import KVCacheManager
+from pagedlora.loaders.coverage import CoverageReport
 from pagedlora.lora_manager import AdapterInfo, AdapterReport, LoraManager, probe_adapter
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
@@ -61,6 +62,7 @@ __all__ = [
     "CapacityScheduler",
     "CompletionOutput",
     "ContextChunk",
+    "CoverageReport",
     "Dtype",
     "GenerationConflictError",
     "InvalidArgumentError",

@@ -123,6 +123,20 @@ def test_what_differs_in_anything_that_counts_is_parsed_itself(
     assert shared.report == alone.report
 
 
+def test_another_header_of_the_same_length_is_another_shape(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    for layer in (0, 1):
+        modules = [
+            m for m in small_cache.config.modules if m.name.startswith(f"model.layers.{layer}")
+        ]
+        path = write_adapter(tmp_path / str(layer), adapter_tensors(modules, 4, seed=1))
+        info = small_cache.adapters.register(str(layer), path)
+        assert set(info.ranks) == {module.name for module in modules}
+    sizes = [(tmp_path / name / WEIGHTS_FILE).stat().st_size for name in ("0", "1")]
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("cut", [-1, 1, 100])
 def test_the_same_header_over_more_or_fewer_bytes_is_refused(
     small_cache: Cache, tmp_path: Path, cut: int

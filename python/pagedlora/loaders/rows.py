@@ -413,12 +413,8 @@ def _bind_module(
 
 
 def _check_shape(tensor: StoredTensor, needed: list[int], path: str) -> None:
-    if tensor.shape == needed:
-        return
-    transposed = ": it is transposed" if tensor.shape == needed[::-1] else ""
-    raise _error(
-        path, tensor.name, f"has shape {tensor.shape}; the model needs {needed}{transposed}"
-    )
+    if tensor.shape != needed:
+        raise _error(path, tensor.name, f"has shape {tensor.shape}; the model needs {needed}")
 
 
 def _casts(modules: Iterable[BoundModule], table: ModuleTable) -> tuple[tuple[str, str, int], ...]:
