@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedlora import _core
-from pagedlora.errors import AdapterNotFoundError, UnsupportedAdapterError
+from pagedlora.errors import AdapterNotFoundError, PagedLoraError, UnsupportedAdapterError
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
 from pagedlora.loaders.rows import AdapterTensors, StoredTensor, make_rows, pair_tensors
@@ -54,28 +54,33 @@ class PeftDirectory:
         return _core.AdapterPlan(table.config, rows, source or self.source)
 
 
-def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
+def open_peft_directory(
+    directory: str | os.PathLike[str], root: _core.AdapterRoot | None = None
+) -> PeftDirectory:
     """Parses the configuration and the header of the weights; reads no weights.
 
     Args:
         directory: As written by PEFT's `save_pretrained`.
+        root: Where its files must lie, now and whenever they are read again; None: anywhere.
 
     Returns:
         The parsed adapter.
 
     Raises:
         AdapterNotFoundError: The directory or one of the files does not exist.
+        AdapterPathError: One of the files does not lie in the root.
         AdapterReadError: The system will not read one of them.
         AdapterFormatError: One of them is not what it should be.
         UnsupportedAdapterError: The adapter is not plain LoRA or rank-stabilised LoRA.
     """
-    config = read_peft_config(directory)
+    config = read_peft_config(directory, root)
     path = Path(directory) / WEIGHTS_NAME
-    if not path.exists():
-        _refuse_missing_weights(Path(directory))
-    source = _core.open_file_source(str(path))
+    try:
+        source = _core.open_file_source(str(path), root)
+    except AdapterNotFoundError:
+        raise _missing_weights(Path(directory), root) from None
     # Between two looks of the core, which compares what it sees: so it is the core's file.
-    file = SourceFile.of(str(path))
+    file = SourceFile.of(str(path), root)
     stored = [
         StoredTensor(header.name, header.dtype, header.shape, header.offset)
         for header in _core.read_safetensors_header(source)
@@ -84,13 +89,21 @@ def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
     return PeftDirectory(os.fspath(directory), config, tensors, source, file)
 
 
-def _refuse_missing_weights(directory: Path) -> None:
-    if (directory / _PICKLE_NAME).exists():
-        raise UnsupportedAdapterError(
+def _missing_weights(directory: Path, root: _core.AdapterRoot | None) -> PagedLoraError:
+    if _exists(directory / _PICKLE_NAME, root):
+        return UnsupportedAdapterError(
             f"'{directory}' has its weights in {_PICKLE_NAME}, a pickle that could run code: "
             "save them with safetensors (PEFT: save_pretrained(..., safe_serialization=True))",
             field=_PICKLE_NAME,
         )
-    raise AdapterNotFoundError(
+    return AdapterNotFoundError(
         f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
     )
+
+
+def _exists(path: Path, root: _core.AdapterRoot | None) -> bool:
+    try:
+        SourceFile.of(str(path), root)
+    except PagedLoraError:
+        return False
+    return True

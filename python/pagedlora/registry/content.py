@@ -10,6 +10,7 @@ from pagedlora.loaders.digest import RowTable, content_digest
 from pagedlora.loaders.hf import open_peft_directory
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.source_file import SourceFile
+from pagedlora.paths import SourcePath
 from pagedlora.registry.deadline import Deadline
 
 
@@ -61,9 +62,13 @@ class AdapterContent:
 
 
 def parse_adapter(
-    path: str, table: ModuleTable
+    source: SourcePath, table: ModuleTable
 ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
     """Parses a PEFT directory for a model; reads no weights.
+
+    Args:
+        source: The directory.
+        table: The model's modules.
 
     Returns:
         The content, and the plan that reads it through a group of sources to which others of the
@@ -72,7 +77,8 @@ def parse_adapter(
     Raises:
         PagedLoraError: As `LoraManager.register` for a source that cannot be used.
     """
-    directory = open_peft_directory(path)
+    path = source.path
+    directory = open_peft_directory(path, source.root)
     group = _core.SourceGroup(directory.source)
     plan = directory.plan(table, group)
     rows = RowTable(plan.rows, directory.tensors, table.names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from pagedlora.errors import AdapterInUseError, GenerationConflictError, PagedLoraError
+from pagedlora.paths import SourcePath
 from pagedlora.registry.content import AdapterContent, parse_adapter
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.generations import MAX_RETIRED, Generation
@@ -58,9 +59,9 @@ class Reloader:
                 self._generations.set_digest(generation, digest)
             return digest
 
-    def reload(self, entry: NameEntry, path: str, expected: str | None) -> None:
+    def reload(self, entry: NameEntry, source: SourcePath, expected: str | None) -> None:
         """As `LoraManager.reload`."""
-        content, plan, sources = parse_adapter(path, self._table)
+        content, plan, sources = parse_adapter(source, self._table)
         digest = content.digest(self._table, Deadline(None))
         # A source that was overwritten in place cannot be read any more: it is other content.
         with suppress(PagedLoraError):
