@@ -39,6 +39,7 @@ from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
 from pagedlora.scheduler.step import ContextChunk, SchedulerOutput
 
 if TYPE_CHECKING:
+    from pagedlora.attachment import Attachment, attach
     from pagedlora.engine.llm import LLM
     from pagedlora.engine.request_stream import RequestStream
 
@@ -56,6 +57,7 @@ __all__ = [
     "AdapterTooLargeError",
     "AdapterWeights",
     "AdmissionWindow",
+    "Attachment",
     "BatchLease",
     "CapacityDecision",
     "CapacityError",
@@ -92,6 +94,7 @@ __all__ = [
     "TaskLayerModuleConfig",
     "UnsupportedAdapterError",
     "UnsupportedModelError",
+    "attach",
     "probe_adapter",
 ]
 
@@ -102,6 +105,10 @@ def __getattr__(name: str) -> object:
         from pagedlora.engine.llm import LLM
 
         return LLM
+    if name in {"Attachment", "attach"}:
+        from pagedlora import attachment
+
+        return getattr(attachment, name)
     if name == "RequestStream":
         from pagedlora.engine.request_stream import RequestStream
 

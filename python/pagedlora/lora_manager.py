@@ -296,6 +296,11 @@ class LoraManager:
             self._names.release(request)
             self._changed.notify_all()
 
+    @property
+    def cache_manager(self) -> PeftCacheManager:
+        """Where the adapters' tasks are."""
+        return self._cache
+
     # ---- queries -------------------------------------------------------------------------------
 
     def get(self, name: str) -> AdapterInfo:
