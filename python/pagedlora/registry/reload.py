@@ -43,21 +43,19 @@ class Reloader:
                 return digest
         if digest is None:
             digest = generation.content.digest(self._table, deadline)
-        first = self._find(digest)
-        is_usable = first is not None and first.can_replace(generation.content)
-        with self._lock:
-            self._names.check_current(entry)
-            if entry.generation is not generation:  # reloaded meanwhile: it is known then
-                return entry.generation.digest or digest
-            current = self._generations.find(digest)
-            if current is None or (current is first and not is_usable):
-                self._generations.set_digest(generation, digest, replace=True)
-            elif current is first and current is not generation:
-                self._generations.set_digest(generation, digest)
-                self._share(entry, current)
-            else:  # its own, or another one that came meanwhile: shared when it is asked for again
-                self._generations.set_digest(generation, digest)
-            return digest
+        while True:
+            first = self._find(digest)
+            is_usable = first is not None and first.can_replace(generation.content)
+            with self._lock:
+                self._names.check_current(entry)
+                if entry.generation is not generation:  # reloaded meanwhile: it is known then
+                    return entry.generation.digest or digest
+                if self._generations.find(digest) is not first:
+                    continue  # another one came or went meanwhile
+                self._generations.set_digest(generation, digest, replace=not is_usable)
+                if first is not None and first is not generation and is_usable:
+                    self._share(entry, first)
+                return digest
 
     def reload(self, entry: NameEntry, source: SourcePath, expected: str | None) -> None:
         """As `LoraManager.reload`."""
