@@ -113,8 +113,8 @@ class Chaos:
             self.cache.adapters.load(name, dice.choice(self.directories))
 
     def unload(self, dice: random.Random, name: str) -> None:
-        with suppress(AdapterNotFoundError):
-            self.cache.adapters.unload(name, timeout_s=5)
+        with suppress(AdapterNotFoundError, AdapterInUseError):
+            self.cache.adapters.unload(name, timeout_s=dice.choice([0.0, 5.0]))
 
     def reload(self, dice: random.Random, name: str) -> None:
         with suppress(*RELOAD_ERRORS):

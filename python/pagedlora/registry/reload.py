@@ -70,7 +70,8 @@ class Reloader:
             target = self._generations.find(digest)
             is_usable = is_usable and target is first
             self._check(entry, expected, is_usable and entry.generation is target)
-            if target is None or not is_usable:
+            # That forgets retired generations that nobody uses any more: look again.
+            if target is None or not is_usable or self._generations.find(digest) is not target:
                 target = self._generations.add(content, plan, sources)
                 target.digest = digest
             target.holds += 1
