@@ -115,7 +115,10 @@ class Attachment:
                 undo.callback(lease.close)
                 for error in lease.errors.values():
                     raise error
-                block.begin(lease, [requests[name].request_id if name else None for name in names])
+                block.begin(
+                    lease,
+                    [None if name is None else requests[name].request_id for name in names],
+                )
             yield
             if not partial:
                 for name, request in requests.items():
@@ -149,7 +152,7 @@ class Attachment:
         """Detaches."""
         self.detach()
 
-    def before_module(self, name: str, rows: torch.Tensor, num_features: int) -> None:
+    def _tell_hooks(self, name: str, rows: torch.Tensor, num_features: int) -> None:
         """Tells the hooks which rows of a module's input use which adapter."""
         block = self._block
         if block is not None and self._hooks is not None:
@@ -257,7 +260,7 @@ class _BeforeModule:
         rows = args[0] if args else kwargs.get("input")
         if isinstance(rows, torch.Tensor):  # what else is called, the module's own hook refuses
             num_features = 1 if isinstance(module, nn.Embedding) else self._in_features
-            self._attachment.before_module(self._name, rows, num_features)
+            self._attachment._tell_hooks(self._name, rows, num_features)
 
 
 def _check_names(names: object) -> list[str | None]:

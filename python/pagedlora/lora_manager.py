@@ -296,12 +296,12 @@ class LoraManager:
             self._names.release(request)
             self._changed.notify_all()
 
+    # ---- queries -------------------------------------------------------------------------------
+
     @property
     def cache_manager(self) -> PeftCacheManager:
         """Where the adapters' tasks are."""
         return self._cache
-
-    # ---- queries -------------------------------------------------------------------------------
 
     def get(self, name: str) -> AdapterInfo:
         """A registered adapter as it is now.

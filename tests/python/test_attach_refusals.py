@@ -107,6 +107,23 @@ def test_a_module_that_was_not_called_is_told(shapes: Setup) -> None:
         raise ZeroDivisionError  # what went wrong in the block is what is told
 
 
+def test_a_module_whose_weights_are_used_without_calling_it_is_told(
+    make_setup: Callable[..., Setup], tmp_path: Path
+) -> None:
+    """As `nn.MultiheadAttention` does with its output projection: no hook sees that."""
+    module = nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(False)
+    config = LoraModelConfig.from_module(module)
+    directory = write_random_adapter(tmp_path, config, rank=2, seed=1)
+    setup = make_setup(module, {"a": directory})
+    x = torch.ones(1, 3, 8)
+    with (
+        torch.inference_mode(),
+        pytest.raises(UnsupportedModelError, match="out_proj"),
+        setup.attached.rows(["a"]),
+    ):
+        module(x, x, x)
+
+
 def test_blocks_neither_nest_nor_overlap(shapes: Setup) -> None:
     with torch.inference_mode(), shapes.attached.rows(["a"]):
         for names in (["b"], [None]):

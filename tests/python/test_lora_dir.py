@@ -114,7 +114,17 @@ def test_one_adapter_has_one_name(small_cache: Cache, tmp_path: Path) -> None:
     write(small_cache, tmp_path / "org" / "sql")
     manager = open_manager(small_cache, tmp_path)
     others = ["org//sql", "./org/sql", "org/sql/", "org/./sql", "org/../org/sql", "/org/sql"]
-    for name in (*others, str(tmp_path / "org/sql"), "..", ".", "", "org/sql\0", "x" * 300, "org"):
+    for name in (
+        *others,
+        str(tmp_path / "org/sql"),
+        "..",
+        ".",
+        "",
+        "org/sql\0",
+        "x" * 300,
+        "x" * 256,
+        "org",
+    ):
         with pytest.raises(AdapterNotFoundError):
             manager.task_id(name)
     assert manager.names == ("org/sql",)

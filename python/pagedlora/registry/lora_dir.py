@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
 from pagedlora import _core
-from pagedlora.errors import AdapterNotFoundError
+from pagedlora.errors import AdapterNotFoundError, AdapterReadError
 from pagedlora.loaders.peft_config import CONFIG_NAME
 from pagedlora.paths import SourcePath, is_possible_path
 
@@ -66,6 +67,10 @@ class LoraDirectory:
                 self._root.check(os.path.join(source.path, CONFIG_NAME))
             except AdapterNotFoundError:
                 return None
+            except AdapterReadError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    return None
+                raise
         return source
 
 
