@@ -217,11 +217,12 @@ def test_threads_do_everything_to_the_same_names(
     assert manager._loader._flights == {}
 
 
-def test_threads_that_load_the_same_contents_read_each_once(
+def test_threads_that_want_the_same_contents_read_each_once(
     make_cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 threads, 20 names, 5 contents: each file is hashed once, each content is loaded once."""
     cache = make_cache()
+    manager = cache.adapters
     hashed: Counter[str] = Counter()
     digest = AdapterContent.digest
 
@@ -238,19 +239,28 @@ def test_threads_that_load_the_same_contents_read_each_once(
     }
     everybody = threading.Barrier(32)
 
-    def load_all(seed: int) -> None:
-        names = [*directories]
-        random.Random(seed).shuffle(names)
+    for name in [*directories][::2]:
+        manager.register(name, directories[name])
+
+    def pin(name: str) -> None:
+        manager.pin(name)
+        manager.unpin(name)
+
+    def want_all(seed: int) -> None:
+        dice, names = random.Random(seed), [*directories]
+        dice.shuffle(names)
         everybody.wait(60)
         for name in names:
-            cache.adapters.load(name, directories[name])
+            with suppress(AdapterNotFoundError):  # not registered yet
+                dice.choice([pin, manager.load, manager.cache_salt])(name)
+            manager.load(name, directories[name])
 
-    calls = [Call(load_all, seed) for seed in range(32)]
+    calls = [Call(want_all, seed) for seed in range(32)]
     for call in calls:
         call.result()
     assert hashed == dict.fromkeys(map(str, directories.values()), 1)
     assert cache.peft.stats.source_reads == cache.peft.resident_tasks("host") == 5
-    infos = cache.adapters.list()
+    infos = manager.list()
     assert len({info.generation for info in infos}) == len({info.task_id for info in infos}) == 5
     assert len(infos) == 20
 

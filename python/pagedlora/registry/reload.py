@@ -8,6 +8,7 @@ from pagedlora.errors import AdapterInUseError, GenerationConflictError, PagedLo
 from pagedlora.paths import SourcePath
 from pagedlora.registry.content import AdapterContent, parse_adapter
 from pagedlora.registry.deadline import Deadline
+from pagedlora.registry.flight import Flight, is_impatience
 from pagedlora.registry.generations import MAX_RETIRED, Generation
 from pagedlora.registry.names import NameEntry
 from pagedlora.registry.parts import RegistryParts
@@ -42,7 +43,7 @@ class Reloader:
             if digest is not None and self._generations.find(digest) is generation:
                 return digest
         if digest is None:
-            digest = generation.content.digest(self._table, deadline)
+            digest = self._read_digest(generation, deadline)
         while True:
             first = self._find(digest)
             is_usable = first is not None and first.can_replace(generation.content)
@@ -82,6 +83,35 @@ class Reloader:
             with self._lock:
                 self._pins.give_back(target)
                 self._generations.discard(target)
+
+    def _read_digest(self, generation: Generation, deadline: Deadline) -> str:
+        """Reads the content, or waits for the call that does."""
+        while True:
+            with self._lock:
+                if generation.digest is not None:
+                    return generation.digest
+                reading = generation.reading
+                if reading is None:
+                    mine = generation.reading = Flight()
+                    break
+            if not reading.wait(deadline):
+                raise deadline.error(generation.last_name)
+            error = reading.error
+            if error is not None and (deadline.has_passed or not is_impatience(error)):
+                raise error
+        failure: BaseException | None = None
+        try:
+            digest = generation.content.digest(self._table, deadline)
+            with self._lock:
+                generation.digest = digest
+        except BaseException as raised:
+            failure = raised
+            raise
+        finally:
+            with self._lock:
+                generation.reading = None
+            mine.finish(failure)
+        return digest
 
     def _try_commit(
         self,
