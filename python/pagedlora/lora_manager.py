@@ -285,7 +285,7 @@ class LoraManager:
         self._require(name)
         with self._lock:
             entry = self._names.require(name)
-            return self._names.acquire(entry, request, entry.generation.task_id)
+            return self._names.acquire(entry, request, self.task_id(name))
 
     def release(self, request: Any) -> None:
         """Forgets what the request uses, at its end; nothing happens if it uses nothing.
