@@ -4,6 +4,7 @@
 #   PYTHON       interpreter that makes .venv                     (make test PYTHON=python3.12)
 #   TORCH_INDEX  where to take torch from; empty: only the default index  (the CPU wheels)
 #   JOBS         parallel compile and test jobs                   (all cores)
+#   FUZZ_SECONDS how long make fuzz runs     (10)
 #   PYTEST_ARGS  more arguments for pytest                        (make test-python PYTEST_ARGS='-k cache')
 
 PYTHON ?= python3
@@ -75,6 +76,12 @@ gtest: # Debian's GoogleTest where we may install it; elsewhere CMake downloads 
 	  { apt-get update -q && DEBIAN_FRONTEND=noninteractive \
 	    apt-get install -qy --no-install-recommends libgtest-dev libgmock-dev; } || true; \
 	fi
+
+FUZZ_SECONDS ?= 10
+
+.PHONY: fuzz
+fuzz: ## Fuzz the parser of safetensors headers (needs clang); FUZZ_SECONDS=600 for a long run
+	.ci/fuzz.sh $(FUZZ_SECONDS)
 
 # ---- checks of style ---------------------------------------------------------------------------
 

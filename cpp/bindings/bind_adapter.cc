@@ -10,9 +10,11 @@
 
 #include "bindings.h"
 #include "pagedlora/adapter_plan.h"
+#include "pagedlora/adapter_root.h"
 #include "pagedlora/peft_cache_manager.h"
 #include "pagedlora/safetensors_header.h"
 #include "pagedlora/tensor_source.h"
+#include "path_argument.h"
 
 namespace pagedlora::bindings {
 namespace py = pybind11;
@@ -56,19 +58,54 @@ std::shared_ptr<const TensorSource> memory_source(const py::buffer& buffer,
   return make_memory_source(held->bytes(), held, std::move(description));
 }
 
+std::shared_ptr<AdapterRoot> adapter_root(const py::str& directory) {
+  const std::string path = to_core_path(directory);
+  const py::gil_scoped_release release;
+  return std::make_shared<AdapterRoot>(path);
+}
+
+void check_path(const AdapterRoot& root, const py::str& path) {
+  const std::string core_path = to_core_path(path);
+  const py::gil_scoped_release release;
+  root.check(core_path);
+}
+
+int open_file(const py::str& path, const std::shared_ptr<const AdapterRoot>& root) {
+  const std::string core_path = to_core_path(path);
+  const py::gil_scoped_release release;
+  return open_adapter_file(core_path, root.get());
+}
+
+std::shared_ptr<const TensorSource> file_source(const py::str& path,
+                                                std::shared_ptr<const AdapterRoot> root) {
+  const std::string core_path = to_core_path(path);
+  const py::gil_scoped_release release;
+  return open_file_source(core_path, std::move(root));
+}
+
 }  // namespace
 
 void register_adapter(py::module_& module) {
+  py::class_<AdapterRoot, py::smart_holder>(
+      module, "AdapterRoot", "A directory that adapters' files must lie in; see adapter_root.h.")
+      .def(py::init(&adapter_root), "directory"_a)
+      .def_property_readonly("path",
+                             [](const AdapterRoot& self) { return to_python_path(self.path()); })
+      .def("check", &check_path, "path"_a, "Raises what opening a file or directory would.");
+  module.def("open_file", &open_file, "path"_a, "root"_a = py::none(),
+             "A descriptor of the regular file, beneath the root if there is one; the caller "
+             "closes it.");
   py::class_<TensorSource, py::smart_holder>(module, "TensorSource",
                                              "Where an adapter's bytes come from.")
       .def_property_readonly("size_bytes", &TensorSource::size_bytes)
-      .def_property_readonly("description", &TensorSource::description);
+      .def_property_readonly("description", [](const TensorSource& self) {
+        return to_python_path(self.description());
+      });
   py::class_<SourceGroup, TensorSource, py::smart_holder>(
       module, "SourceGroup", "Several sources of the same bytes, each tried in turn.")
       .def(py::init<std::shared_ptr<const TensorSource>>(), "first"_a.none(false))
       .def("add", &SourceGroup::add, "source"_a.none(false));
-  module.def("open_file_source", &open_file_source, "path"_a,
-             py::call_guard<py::gil_scoped_release>(),
+  module.def("open_file_source", &file_source, "path"_a, "root"_a = py::none(),
              "The regular file as it is now; later reads fail if it changed.");
   module.def("make_memory_source", &memory_source, "buffer"_a, "description"_a,
              "Bytes of a buffer that is kept alive.");

@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "error_translation.h"
 #include "pagedlora/errors.h"
+#include "path_argument.h"
 
 namespace pagedlora::bindings {
 namespace {
@@ -16,7 +17,7 @@ using py::literals::operator""_a;
 template <class... Fields>
 py::object make(const char* name, const std::exception& error, Fields&&... fields) {
   const py::object type = py::module_::import("pagedlora.errors").attr(name);
-  return type(error.what(), std::forward<Fields>(fields)...);
+  return type(to_python_path(error.what()), std::forward<Fields>(fields)...);
 }
 
 // Rethrows to find the dynamic type; each handler names the Python twin and its fields.
@@ -34,13 +35,18 @@ py::object translate(const std::exception_ptr& pointer) {
   } catch (const PeftTaskNotCachedError& error) {
     return make("PeftTaskNotCachedError", error, "task_id"_a = error.task.value);
   } catch (const AdapterFormatError& error) {
-    return make("AdapterFormatError", error, "path"_a = error.path, "tensor"_a = error.tensor);
+    return make("AdapterFormatError", error, "path"_a = to_python_path(error.path),
+                "tensor"_a = error.tensor);
   } catch (const AdapterSourceChangedError& error) {
-    return make("AdapterSourceChangedError", error, "path"_a = error.path);
+    return make("AdapterSourceChangedError", error, "path"_a = to_python_path(error.path));
   } catch (const AdapterNotFoundError& error) {
-    return make("AdapterNotFoundError", error, "name"_a = error.path);
+    return make("AdapterNotFoundError", error, "name"_a = to_python_path(error.path));
+  } catch (const AdapterPathError& error) {
+    return make("AdapterPathError", error, "path"_a = to_python_path(error.path),
+                "root"_a = to_python_path(error.root));
   } catch (const AdapterReadError& error) {
-    return make("AdapterReadError", error, "path"_a = error.path, "errno"_a = error.error_number);
+    return make("AdapterReadError", error, "path"_a = to_python_path(error.path),
+                "errno"_a = error.error_number);
   } catch (const AdapterLoadTimeout& error) {
     return make("AdapterLoadTimeout", error, "limit_seconds"_a = error.limit_seconds,
                 "stuck_readers"_a = error.stuck_readers);

@@ -99,6 +99,13 @@ AdapterSourceChangedError::AdapterSourceChangedError(std::string file,
 AdapterNotFoundError::AdapterNotFoundError(std::string file)
     : Error("there is no such file or directory: " + file), path(std::move(file)) {}
 
+AdapterPathError::AdapterPathError(std::string file, std::string directory,
+                                   const std::string& problem)
+    : Error("the path " + quoted(file) + " is not below adapter_root " + quoted(directory) +
+            ": it " + problem + "; put the adapter into that directory, or give another one"),
+      path(std::move(file)),
+      root(std::move(directory)) {}
+
 AdapterReadError::AdapterReadError(std::string file, int system_error_number)
     : Error("cannot read " + file + ": " + std::generic_category().message(system_error_number)),
       path(std::move(file)),

@@ -1,60 +1,18 @@
 #include "pagedlora/tensor_source.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 #include <utility>
 
-#include "internal/file_descriptor.h"
 #include "internal/pread_all.h"
+#include "internal/regular_file.h"
 #include "pagedlora/errors.h"
 
 namespace pagedlora {
 namespace {
 
-using internal::FileDescriptor;
-
-struct OpenFile {
-  FileDescriptor fd;
-  FileIdentity identity;
-};
-
-[[noreturn]] void throw_system_error(const std::string& path, int error_number) {
-  if (error_number == ENOENT || error_number == ENOTDIR) {
-    throw AdapterNotFoundError(path);
-  }
-  throw AdapterReadError(path, error_number);
-}
-
-std::string kind_of_file(mode_t mode) {
-  switch (mode & S_IFMT) {
-    case S_IFREG:
-      return "a regular file";
-    case S_IFDIR:
-      return "a directory";
-    case S_IFIFO:
-      return "a FIFO";
-    case S_IFSOCK:
-      return "a socket";
-    default:
-      return "a device";
-  }
-}
-
-std::int64_t nanoseconds(const timespec& time) {
-  return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
-}
-
-FileIdentity identity_of(const struct stat& status) {
-  return {.device = status.st_dev,
-          .inode = status.st_ino,
-          .size_bytes = static_cast<std::uint64_t>(status.st_size),
-          .mtime_ns = nanoseconds(status.st_mtim),
-          .ctime_ns = nanoseconds(status.st_ctim)};
-}
+using internal::OpenFile;
 
 // What to report about a file that is no longer the one registered.
 std::string describe_difference(const FileIdentity& registered, const FileIdentity& now) {
@@ -72,44 +30,6 @@ std::string describe_difference(const FileIdentity& registered, const FileIdenti
   }
   return "its status changed (change time " + std::to_string(registered.ctime_ns) + " ns, now " +
          std::to_string(now.ctime_ns) + " ns)";
-}
-
-struct stat status_of_path(const std::string& path) {
-  if (path.find('\0') != std::string::npos) {
-    throw AdapterNotFoundError(path);
-  }
-  struct stat status{};
-  if (::stat(path.c_str(), &status) != 0) {
-    throw_system_error(path, errno);
-  }
-  return status;
-}
-
-struct stat status_of_fd(int fd, const std::string& path) {
-  struct stat status{};
-  if (::fstat(fd, &status) != 0) {
-    throw AdapterReadError(path, errno);
-  }
-  return status;
-}
-
-// `refuse(kind)` throws: it is called for anything but a regular file. The first look spares
-// devices the side effects of being opened; O_NONBLOCK and the second cover a swap in between.
-template <class Refuse>
-OpenFile open_regular_file(const std::string& path, Refuse&& refuse) {
-  const struct stat before = status_of_path(path);
-  if (!S_ISREG(before.st_mode)) {
-    refuse(kind_of_file(before.st_mode));
-  }
-  FileDescriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
-  if (fd.get() < 0) {
-    throw_system_error(path, errno);
-  }
-  const struct stat opened = status_of_fd(fd.get(), path);
-  if (!S_ISREG(opened.st_mode)) {
-    refuse(kind_of_file(opened.st_mode));
-  }
-  return {std::move(fd), identity_of(opened)};
 }
 
 // Reads within `size_bytes`, the size at registration; asking for more is the caller's mistake.
@@ -143,7 +63,7 @@ class FileReader final : public SourceReader {
   }
 
   void finish() override {
-    const FileIdentity now = identity_of(status_of_fd(file_.fd.get(), path_));
+    const FileIdentity now = internal::identity_of_fd(file_.fd.get(), path_);
     if (now != file_.identity) {
       throw AdapterSourceChangedError(path_, describe_difference(file_.identity, now));
     }
@@ -156,13 +76,15 @@ class FileReader final : public SourceReader {
 
 class FileSource final : public TensorSource {
  public:
-  FileSource(std::string path, const FileIdentity& identity)
-      : path_(std::move(path)), identity_(identity) {}
+  FileSource(std::string path, std::shared_ptr<const AdapterRoot> root,
+             const FileIdentity& identity)
+      : path_(std::move(path)), root_(std::move(root)), identity_(identity) {}
 
   std::unique_ptr<SourceReader> open() const override {
-    OpenFile file = open_regular_file(path_, [this](const std::string& kind) {
-      throw AdapterSourceChangedError(path_, "it is now " + kind);
-    });
+    OpenFile file =
+        internal::open_regular_file(path_, root_.get(), [this](const std::string& kind) {
+          throw AdapterSourceChangedError(path_, "it is now " + kind);
+        });
     if (file.identity != identity_) {
       throw AdapterSourceChangedError(path_, describe_difference(identity_, file.identity));
     }
@@ -174,6 +96,7 @@ class FileSource final : public TensorSource {
 
  private:
   std::string path_;
+  std::shared_ptr<const AdapterRoot> root_;
   FileIdentity identity_;
 };
 
@@ -252,11 +175,11 @@ std::unique_ptr<SourceReader> SourceGroup::open() const {
   std::rethrow_exception(first_error);
 }
 
-std::shared_ptr<const TensorSource> open_file_source(const std::string& path) {
-  const OpenFile file = open_regular_file(path, [&path](const std::string& kind) {
-    throw AdapterFormatError(path, "", "is " + kind + ", not a regular file");
-  });
-  return std::make_shared<FileSource>(path, file.identity);
+std::shared_ptr<const TensorSource> open_file_source(const std::string& path,
+                                                     std::shared_ptr<const AdapterRoot> root) {
+  const OpenFile file =
+      internal::open_regular_file(path, root.get(), internal::refuse_as_format_error(path));
+  return std::make_shared<FileSource>(path, std::move(root), file.identity);
 }
 
 std::shared_ptr<const TensorSource> make_memory_source(std::span<const std::byte> bytes,

@@ -10,6 +10,7 @@ from pagedlora.errors import (
     AdapterInUseError,
     AdapterLoadTimeout,
     AdapterNotFoundError,
+    AdapterPathError,
     AdapterReadError,
     AdapterSourceChangedError,
     AdapterTooLargeError,
@@ -40,6 +41,7 @@ from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
 from pagedlora.scheduler.step import ContextChunk, SchedulerOutput
 
 if TYPE_CHECKING:
+    from pagedlora.attachment import Attachment, attach
     from pagedlora.engine.llm import LLM
     from pagedlora.engine.request_stream import RequestStream
 
@@ -50,12 +52,14 @@ __all__ = [
     "AdapterInfo",
     "AdapterLoadTimeout",
     "AdapterNotFoundError",
+    "AdapterPathError",
     "AdapterReadError",
     "AdapterReport",
     "AdapterSourceChangedError",
     "AdapterTooLargeError",
     "AdapterWeights",
     "AdmissionWindow",
+    "Attachment",
     "BatchLease",
     "CapacityDecision",
     "CapacityError",
@@ -94,6 +98,7 @@ __all__ = [
     "TaskLayerModuleConfig",
     "UnsupportedAdapterError",
     "UnsupportedModelError",
+    "attach",
     "probe_adapter",
 ]
 
@@ -104,6 +109,10 @@ def __getattr__(name: str) -> object:
         from pagedlora.engine.llm import LLM
 
         return LLM
+    if name in {"Attachment", "attach"}:
+        from pagedlora import attachment
+
+        return getattr(attachment, name)
     if name == "RequestStream":
         from pagedlora.engine.request_stream import RequestStream
 

@@ -12,6 +12,7 @@ import typing_extensions
 
 __all__: list[str] = [
     "AdapterPlan",
+    "AdapterRoot",
     "AttentionBatch",
     "BatchLease",
     "CarriedWeights",
@@ -39,6 +40,7 @@ __all__: list[str] = [
     "entry_transitions",
     "make_memory_source",
     "measure_layout",
+    "open_file",
     "open_file_source",
     "read_safetensors_header",
     "search_layout_params",
@@ -103,6 +105,18 @@ class LayoutParams:
     def max_part_bytes(self) -> int: ...
     @property
     def page_bytes(self) -> int: ...
+
+class AdapterRoot:
+    """
+    A directory that adapters' files must lie in; see adapter_root.h.
+    """
+    def __init__(self, directory: str) -> None: ...
+    def check(self, path: str) -> None:
+        """
+        Raises what opening a file or directory would.
+        """
+    @property
+    def path(self) -> str: ...
 
 class TensorSource:
     """
@@ -517,7 +531,12 @@ def measure_layout(
     Pages and bytes of weights of an adapter with these (module index, rank) rows.
     """
 
-def open_file_source(path: str) -> TensorSource:
+def open_file(path: str, root: AdapterRoot | None = None) -> int:
+    """
+    A descriptor of the regular file, beneath the root if there is one; the caller closes it.
+    """
+
+def open_file_source(path: str, root: AdapterRoot | None = None) -> TensorSource:
     """
     The regular file as it is now; later reads fail if it changed.
     """

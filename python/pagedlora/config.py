@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.paths import to_path
 from pagedlora.sizes import parse_size
 
 DEFAULT_MAX_LORA_RANK = 64
@@ -26,6 +27,10 @@ def _positive_size(value: object) -> int:
     if size == 0:
         raise InvalidArgumentError("size 0 holds nothing: give at least one byte")
     return size
+
+
+def _path(value: object) -> str:
+    return to_path(value, "the path")
 
 
 def _target_modules(value: object) -> object:
@@ -46,6 +51,7 @@ def _target_modules(value: object) -> object:
 
 _Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size)]
 _SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+_Path: TypeAlias = Annotated[str, BeforeValidator(_path)]
 _TargetModules: TypeAlias = Annotated[
     list[str] | Literal["all-linear"], BeforeValidator(_target_modules)
 ]
@@ -65,6 +71,10 @@ class LoraConfig(_Config):
         max_cpu_loras: The same for the host tier.
         lora_target_modules: Modules that may carry LoRA, by name or the end of their name, or
             "all-linear".
+        lora_dir: A directory of adapters, at any depth: each has its relative path as its name,
+            and is parsed when it is first asked for. Adapters that are put there later are found.
+        adapter_root: A directory that all other adapters must lie in; their paths are relative to
+            it, or absolute and inside. None: they may be anywhere.
         strict: Refuses adapters with fields that this release does not know, and with patterns
             that match no module. If false, those are ignored with a `PagedLoraWarning`.
         allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with
@@ -75,6 +85,8 @@ class LoraConfig(_Config):
     max_loras: _Count | None = None
     max_cpu_loras: _Count | None = None
     lora_target_modules: _TargetModules = "all-linear"
+    lora_dir: _Path | None = None
+    adapter_root: _Path | None = None
     strict: bool = True
     allow_pickle: bool = False
 

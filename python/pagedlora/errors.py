@@ -160,6 +160,19 @@ class AdapterReadError(PagedLoraError, OSError):
     path: str
 
 
+class AdapterPathError(PagedLoraError, PermissionError):
+    """A path, or a symbolic link on its way, leads out of the directory that adapters must lie in.
+
+    Attributes:
+        path: The file or directory.
+        root: `adapter_root`, or `lora_dir`.
+    """
+
+    code = "adapter_path"
+    path: str
+    root: str
+
+
 class AdapterLoadTimeout(PagedLoraError, TimeoutError):  # noqa: N818 - the public name
     """A source or a device did not answer in time; asking again starts the load anew.
 

@@ -8,27 +8,28 @@ share a generation as soon as both contents are known, that is, were read once: 
 from __future__ import annotations
 
 import builtins
-import hashlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
-from pagedlora.errors import AdapterInUseError, AdapterNotFoundError, InvalidArgumentError
-from pagedlora.loaders.digest import length_prefixed
+from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import ShapeCache
-from pagedlora.paths import is_possible_path, to_path
+from pagedlora.paths import SourcePath, is_possible_path
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
 from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.loads import Loader
-from pagedlora.registry.names import NameEntry, NameTable, Owners
+from pagedlora.registry.lora_dir import MAX_NAME_BYTES
+from pagedlora.registry.names import NameEntry, NameTable, Owners, in_use_error
 from pagedlora.registry.parts import RegistryParts
 from pagedlora.registry.reload import Reloader
+from pagedlora.registry.salt import base_identity, cache_salt, check_tenant_salt
+from pagedlora.registry.sources import Sources
 
 if TYPE_CHECKING:
     from pagedlora.peft_cache import PeftCacheManager
@@ -42,10 +43,8 @@ __all__ = [
     "probe_adapter",
 ]
 
-MAX_NAME_BYTES = 256
 _LOOK_EVERY_S = 0.005
 """Owners that end without `release` are noticed so late."""
-_SHOWN_OWNERS = 10
 
 
 class LoraManager:
@@ -54,6 +53,10 @@ class LoraManager:
     Registering parses the configuration and the header of the weights and reads no weights; they
     are read, and read again, whenever a request needs them. No lock is held while a call hashes,
     reads or waits. A call that raises has changed nothing, unless it says so.
+
+    With a `lora_dir` the adapters below it have names from the start, their relative paths. Such a
+    name is registered by the first call that needs it, which meets what is wrong with its files;
+    one that is unknown is looked for there again.
     """
 
     def __init__(
@@ -61,16 +64,22 @@ class LoraManager:
         model_config: _core.LoraModelConfig,
         cache_manager: PeftCacheManager,
         *,
+        adapter_root: str | os.PathLike[str] | None = None,
+        lora_dir: str | os.PathLike[str] | None = None,
         base_model_id: str = "",
         strict: bool = True,
         allow_pickle: bool = False,
         check_values: bool = True,
     ) -> None:
-        """Starts empty.
+        """Starts with the names of `lora_dir`; parses nothing.
 
         Args:
             model_config: The one that the cache manager was made for.
             cache_manager: Gets a task per generation.
+            adapter_root: A directory that sources must lie in: they are relative to it, or
+                absolute and inside. None: sources may be anywhere.
+            lora_dir: A directory of adapters, at any depth; those that are put there later are
+                found too. None: only what is registered has a name.
             base_model_id: Tells the base model's weights from others of the same shape, in
                 `cache_salt`; the same in every process that shares keys.
             strict: Refuses adapters with fields that this release does not know, and with keys of
@@ -81,9 +90,15 @@ class LoraManager:
                 private directory until it is unloaded.
             check_values: Whether adapters with NaN, infinity or values over the range of the
                 cache's type are refused when their whole content is read.
+
+        Raises:
+            InvalidArgumentError: One of the directories is no path.
+            AdapterNotFoundError: One of them does not exist.
+            AdapterReadError: The system will not open one of them.
         """
+        self._sources = Sources(adapter_root, lora_dir)
         table = ModuleTable(model_config)
-        self._base_identity = _base_identity(table, base_model_id)
+        self._base_identity = base_identity(table, base_model_id)
         self._cache = cache_manager
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -113,17 +128,19 @@ class LoraManager:
 
         Raises:
             InvalidArgumentError: The name is impossible or taken, or the source is no path.
+            AdapterPathError: The directory or one of its files does not lie in `adapter_root`.
             AdapterNotFoundError: The directory or one of its files does not exist.
             AdapterReadError: The system will not read one of them.
             AdapterFormatError: A file is broken, or the adapter does not fit the model.
             UnsupportedAdapterError: It asks for something that is not supported.
         """
         _check_name(name)
-        path = to_path(source, f"the source of adapter '{name}'")
+        place = self._sources.place(source, name)
         with self._lock:
             self._names.check_new(name)
+        self._sources.check_not_listed(name, place)
         owners = Owners(self._cache)
-        entry = self._loader.register(name, path)
+        entry = self._loader.register(name, place)
         with self._lock:
             return self._describer.name(entry, owners)
 
@@ -160,15 +177,21 @@ class LoraManager:
         """
         _check_name(name)
         deadline = Deadline(timeout_s)
-        path = None if source is None else to_path(source, f"the source of adapter '{name}'")
-        real_path = None if path is None else _real_path(path, name)
-        self._loader.load(name, path, real_path, pinned, deadline)
+        if source is None:
+            self._require(name)
+            self._loader.load(name, None, None, pinned, deadline)
+        else:
+            place = self._sources.place(source, name)
+            real_path = _real_path(place, name)
+            self._sources.check_not_listed(name, place)
+            self._loader.load(name, place, real_path, pinned, deadline)
         return self.get(name)
 
     def unload(self, name: str, *, timeout_s: float = 30.0) -> None:
         """Gives up a name, with its pins, after its requests have ended.
 
         From the start of the call new requests are refused; other names of the same content go on.
+        A name of `lora_dir` comes back when it is asked for again: remove its directory first.
 
         Args:
             name: The adapter.
@@ -185,7 +208,7 @@ class LoraManager:
             try:
                 while users := self._names.users(entry, Owners(self._cache)):
                     if deadline.has_passed:
-                        raise _in_use(entry, users, timeout_s)
+                        raise in_use_error(entry, users, timeout_s)
                     self._changed.wait(deadline.left_s(_LOOK_EVERY_S))
                 self._names.remove(entry)
             finally:
@@ -222,9 +245,9 @@ class LoraManager:
             LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
             PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
         """
-        path = to_path(source, f"the source of adapter '{name!s:.80}'")
+        place = self._sources.place(source, name)
         entry = self._require(name)
-        self._reloader.reload(entry, path, expected_generation)
+        self._reloader.reload(entry, place, expected_generation)
         return self.get(name)
 
     # ---- pins ----------------------------------------------------------------------------------
@@ -276,6 +299,7 @@ class LoraManager:
             RequestConflictError: A live request of that id uses an adapter already.
             InvalidArgumentError: The request's `lora_task_id` cannot be set.
         """
+        self._require(name)
         with self._lock:
             entry = self._names.require(name)
             return self._names.acquire(entry, request, self.task_id(name))
@@ -291,12 +315,19 @@ class LoraManager:
 
     # ---- queries -------------------------------------------------------------------------------
 
+    @property
+    def cache_manager(self) -> PeftCacheManager:
+        """Where the adapters' tasks are."""
+        return self._cache
+
     def get(self, name: str) -> AdapterInfo:
         """A registered adapter as it is now.
 
         Raises:
             AdapterNotFoundError: No adapter of that name is registered.
+            PagedLoraError: It is one of `lora_dir` that nobody used before, and cannot be used.
         """
+        self._register_listed(name)
         owners = Owners(self._cache)
         with self._lock:
             return self._describer.name(self._names.get(name), owners)
@@ -314,12 +345,35 @@ class LoraManager:
 
         Raises:
             AdapterNotFoundError: No adapter of that name is registered.
+            PagedLoraError: As `get`.
         """
+        self._register_listed(name)
         with self._lock:
             return self._names.get(name).real_path
 
+    def resolve_source(self, source: str | os.PathLike[str]) -> str:
+        """The path of a source without links, as `register` would find it.
+
+        Raises:
+            InvalidArgumentError: It is no path.
+            AdapterPathError: It leads out of `adapter_root`.
+            AdapterNotFoundError: There is an `adapter_root`, and nothing of that name in it.
+        """
+        return self._sources.resolve(source)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names: those registered, in that order, then those of `lora_dir` not used yet."""
+        with self._lock:
+            registered = {entry.name: None for entry in self._names.entries}
+        return (*registered, *sorted(self._sources.listed - registered.keys()))
+
     def list(self) -> builtins.list[AdapterInfo]:
-        """All registered adapters, in order of registration."""
+        """All registered adapters, in order of registration.
+
+        Those of `lora_dir` that nobody has used are not parsed and not among them; `names` has
+        theirs.
+        """
         owners = Owners(self._cache)
         with self._lock:
             self._generations.collect()
@@ -365,15 +419,23 @@ class LoraManager:
             InvalidArgumentError: `tenant_salt` is not bytes.
             PagedLoraError: The content cannot be read.
         """
-        if not isinstance(tenant_salt, bytes):
-            raise InvalidArgumentError(f"tenant_salt is {tenant_salt!r:.80}: it must be bytes")
+        check_tenant_salt(tenant_salt)
         digest = self._reloader.identify(self._require(name), Deadline(None))
-        parts = (bytes.fromhex(digest), self._base_identity, tenant_salt)
-        return hashlib.sha256(b"".join(map(length_prefixed, parts))).digest()
+        return cache_salt(digest, self._base_identity, tenant_salt)
 
     def _require(self, name: str) -> NameEntry:
+        self._register_listed(name)
         with self._lock:
             return self._names.require(name)
+
+    def _register_listed(self, name: str) -> None:
+        """Registers a name of `lora_dir` that nobody asked for before; the caller holds no lock."""
+        with self._lock:
+            if self._names.find(name) is not None:
+                return
+        place = self._sources.find_listed(name)
+        if place is not None:
+            self._loader.register_or_find(name, place)
 
 
 def _check_name(name: str) -> None:
@@ -384,27 +446,8 @@ def _check_name(name: str) -> None:
         )
 
 
-def _real_path(path: str, name: str) -> str:
+def _real_path(place: SourcePath, name: str) -> str:
+    path = place.path
     if not is_possible_path(path):
         raise AdapterNotFoundError(f"no file of adapter '{name}' can be at {path!r}", name=path)
-    return os.path.realpath(path)
-
-
-def _base_identity(table: ModuleTable, base_model_id: str) -> bytes:
-    parts = [base_model_id, table.config.dtype.name]
-    for name in table.names:
-        sizes = table.sizes[name]
-        parts += [name, str(sizes.in_features), str(sizes.out_features)]
-    return b"".join(length_prefixed(part.encode()) for part in parts)
-
-
-def _in_use(entry: NameEntry, users: frozenset[int], timeout_s: float) -> AdapterInUseError:
-    shown = ", ".join(map(str, sorted(users)[:_SHOWN_OWNERS]))
-    more = ", ..." if len(users) > _SHOWN_OWNERS else ""
-    return AdapterInUseError(
-        f"adapter '{entry.name}' is still in use after {timeout_s:g} s, by {len(users)} requests: "
-        f"{shown}{more}; it was not unloaded",
-        task_id=entry.generation.task_id,
-        num_owners=len(users),
-        owners=users,
-    )
+    return place.real_path()

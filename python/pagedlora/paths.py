@@ -1,10 +1,60 @@
-"""What callers may give as a path."""
+"""What callers may give as a path, and what it may lead to."""
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
-from pagedlora.errors import InvalidArgumentError
+from pagedlora import _core
+from pagedlora.errors import AdapterPathError, InvalidArgumentError
+
+
+class SourcePath(NamedTuple):
+    """Where an adapter lies.
+
+    Attributes:
+        path: Its directory.
+        root: The directory that its files must lie in; None: anywhere.
+    """
+
+    path: str
+    root: _core.AdapterRoot | None = None
+
+    @classmethod
+    def of(cls, source: object, name: str, root: _core.AdapterRoot | None) -> SourcePath:
+        """What a caller gave.
+
+        Args:
+            source: A string or a path object of one; beneath a root also relative to it.
+            name: What it is called in the error.
+            root: Where it must lie; not looked at yet.
+
+        Raises:
+            InvalidArgumentError: It is something else.
+            AdapterPathError: There is a root, and no file can have that name.
+        """
+        path = to_path(source, name)
+        if root is None:
+            return cls(path)
+        if not is_possible_path(path):
+            raise AdapterPathError(
+                f"{name} is {path!r:.200}, which is no possible path below adapter_root "
+                f"'{root.path}'",
+                path=path,
+                root=root.path,
+            )
+        return cls(os.path.join(root.path, path), root)
+
+    def real_path(self) -> str:
+        """The path without links, for comparing.
+
+        Raises:
+            AdapterPathError: It leads out of the root.
+            AdapterNotFoundError: It leads nowhere beneath the root.
+        """
+        if self.root is not None:
+            self.root.check(self.path)
+        return os.path.realpath(self.path)
 
 
 def to_path(value: object, name: str) -> str:

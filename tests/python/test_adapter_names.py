@@ -12,6 +12,7 @@ import pytest
 
 from pagedlora.engine.adapter_names import AdapterNames
 from pagedlora.errors import AdapterFormatError, AdapterNotFoundError, InvalidArgumentError
+from pagedlora.paths import is_possible_path
 from pagedlora.requests import LlmRequest, LoRARequest
 
 
@@ -46,6 +47,11 @@ class Registry:
 
     def real_path(self, name: str) -> str:
         return os.path.realpath(self.get(name).path)
+
+    def resolve_source(self, source: str) -> str:
+        if not is_possible_path(source):
+            raise InvalidArgumentError(f"{source!r} is no possible path")
+        return os.path.realpath(source)
 
     def acquire(self, name: str, request: LlmRequest) -> int:
         request.lora_task_id = self.task_id(name)

@@ -19,7 +19,7 @@ from tests.support.adapters import (
 )
 from tests.support.cache_fixtures import Cache, add_and_wait
 
-from pagedlora import AdapterNotFoundError, AdapterSourceChangedError
+from pagedlora import AdapterNotFoundError, AdapterSourceChangedError, _core
 
 
 def truncate(path: Path) -> None:
@@ -99,3 +99,82 @@ def test_a_changed_configuration_changes_nothing_that_is_registered(
     add_and_wait(small_cache.peft, request)
     entries = small_cache.peft.ensure_batch([request], [])[1]
     assert {entry.scale for entry in entries} == {2.0}
+
+
+def change_unseen(path: Path) -> None:
+    """One byte in place, with the old size and modification time."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        (last,) = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("is_identified", [False, True], ids=["registered", "loaded"])
+def test_evicted_everywhere_then_changed_fails_at_the_next_use_and_alone(
+    small_cache: Cache, tmp_path: Path, is_identified: bool
+) -> None:
+    """L6. It was read rightly before; the next read is refused, in the cache and for its digest."""
+    manager, peft = small_cache.adapters, small_cache.peft
+    tensors = {
+        name: adapter_tensors(small_cache.config.modules, 4, seed)
+        for seed, name in enumerate(("bad", "good"))
+    }
+    for name, content in tensors.items():
+        directory = write_adapter(tmp_path / name, content)
+        info = (manager.load if is_identified else manager.register)(name, directory)
+        assert (info.generation is not None) == is_identified
+    requests = [small_cache.request(number, name) for number, name in enumerate(tensors)]
+    for request in requests:
+        add_and_wait(peft, request)
+    peft.ensure_batch(requests, []).close()
+    for request in requests:
+        peft.mark_request_done(request)
+    for tier in ("host", "device"):
+        peft.evict_unowned(tier)
+    assert peft.resident_tasks("host") == peft.resident_tasks("device") == 0
+
+    change_unseen(tmp_path / "bad" / WEIGHTS_FILE)
+    for request in requests:
+        peft.add_request_peft(request)
+    lease = peft.ensure_batch(requests, [])
+    assert (set(lease), set(lease.errors)) == ({1}, {0})
+    assert isinstance(lease.errors[0], AdapterSourceChangedError)
+    lease.close()
+    actual = peft.task_weights(manager.task_id("good"), "host")
+    assert_same_weights(actual, weights_of(tensors["good"], torch.float32))
+    with pytest.raises(AdapterSourceChangedError):
+        manager.load("bad")
+    before = manager.get("bad").generation
+    after = manager.reload("bad", tmp_path / "bad")
+    assert after.generation not in (None, before)
+    assert after.generation != manager.load("good").generation
+    for request in requests:
+        peft.mark_request_done(request)
+    add_and_wait(peft, small_cache.request(2, "bad"))
+
+
+def test_one_changed_byte_anywhere_in_the_tensors_changes_the_generation(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    tensors = adapter_tensors(small_cache.config.modules[:2], 2, seed=1)
+    manager = small_cache.adapters
+    generations = {manager.load("as it was", write_adapter(tmp_path / "0", tensors)).generation}
+    content = (tmp_path / "0" / WEIGHTS_FILE).read_bytes()
+    headers = _core.read_safetensors_header(
+        _core.open_file_source(str(tmp_path / "0" / WEIGHTS_FILE))
+    )
+    ends = [(header.offset, header.offset + header.num_bytes - 1) for header in headers]
+    offsets = [offset for pair in ends for offset in pair]
+    for offset in offsets:
+        changed = bytearray(content)
+        changed[offset] ^= 1
+        directory = write_adapter(tmp_path / str(offset), tensors)
+        (directory / WEIGHTS_FILE).write_bytes(changed)
+        generations.add(manager.load(f"byte {offset}", directory).generation)
+    assert None not in generations
+    assert len(generations) == 1 + len(offsets) == 9

@@ -37,6 +37,7 @@ from pagedlora import (
 )
 from pagedlora.loaders import source_file
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.paths import SourcePath
 from pagedlora.registry.content import parse_adapter
 from pagedlora.registry.deadline import Deadline
 
@@ -45,7 +46,7 @@ TABLE = ModuleTable(MODEL)
 
 
 def digest_of(directory: Path, timeout_s: float | None = None) -> str:
-    content, _, _ = parse_adapter(str(directory), TABLE)
+    content, _, _ = parse_adapter(SourcePath(str(directory)), TABLE)
     return content.digest(TABLE, Deadline(timeout_s))
 
 
@@ -225,7 +226,8 @@ def replace(path: Path) -> None:
 def test_a_file_that_changed_before_it_is_read_is_refused(
     tmp_path: Path, change: Any, error: type[Exception]
 ) -> None:
-    content, _, _ = parse_adapter(str(write_adapter(tmp_path, tensors_of())), TABLE)
+    directory = write_adapter(tmp_path, tensors_of())
+    content, _, _ = parse_adapter(SourcePath(str(directory)), TABLE)
     change(tmp_path / WEIGHTS_FILE)
     with pytest.raises(error, match=WEIGHTS_FILE):
         content.digest(TABLE, Deadline(None))

@@ -14,6 +14,7 @@ from tests.support.generations import assert_bytes, is_kept, is_known, write
 
 from pagedlora import (
     AdapterInUseError,
+    AdapterLoadTimeout,
     AdapterNotFoundError,
     InvalidArgumentError,
     LlmRequest,
@@ -22,6 +23,7 @@ from pagedlora import (
     _core,
 )
 from pagedlora.registry.content import AdapterContent
+from pagedlora.registry.reload import Reloader
 
 fakes = generations.fakes
 
@@ -291,6 +293,59 @@ def test_many_threads_pin_one_adapter_with_one_load(
         assert is_kept(small_cache, "a")
         manager.unpin("a")
     assert not is_kept(small_cache, "a")
+
+
+class SlowDigest:
+    """Digests take until so many calls want one; counts those that read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_callers: int) -> None:
+        digest, identify = AdapterContent.digest, Reloader.identify
+        self.num_reads = 0
+        self.errors: list[Exception] = []
+        come, everybody = iter(range(1, num_callers + 1)), threading.Event()
+
+        def count_callers(*args: Any) -> str:
+            if next(come) == num_callers:
+                everybody.set()
+            return identify(*args)
+
+        def read(*args: Any) -> str:
+            self.num_reads += 1
+            assert everybody.wait(60)
+            if self.errors:
+                raise self.errors.pop()
+            return digest(*args)
+
+        monkeypatch.setattr(Reloader, "identify", count_callers)
+        monkeypatch.setattr(AdapterContent, "digest", read)
+
+
+def test_many_threads_that_want_a_digest_read_once(
+    small_cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = small_cache.adapters
+    manager.register("a", write(small_cache, tmp_path))
+    slow = SlowDigest(monkeypatch, num_callers=4)
+    calls = [Call(manager.cache_salt, "a") for _ in range(4)]
+    assert len({call.result() for call in calls}) == 1
+    assert slow.num_reads == 1
+
+
+def test_who_waits_for_a_digest_reads_it_when_the_reader_gives_up(
+    small_cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = small_cache.adapters
+    manager.register("a", write(small_cache, tmp_path))
+    slow = SlowDigest(monkeypatch, num_callers=2)
+    slow.errors = [AdapterLoadTimeout("late", limit_seconds=0.0, stuck_readers=0)]
+    outcomes: list[bytes | Exception] = []
+    for call in [Call(manager.cache_salt, "a") for _ in range(2)]:
+        try:
+            outcomes.append(call.result())
+        except AdapterLoadTimeout as error:
+            outcomes.append(error)
+    assert {type(outcome) for outcome in outcomes} == {bytes, AdapterLoadTimeout}
+    assert slow.num_reads == 2
 
 
 def test_no_lock_is_held_while_a_file_is_hashed(

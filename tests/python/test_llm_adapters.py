@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from tests.support.tiny_models import build_tiny_model
 from pagedlora.config import LoraConfig
 from pagedlora.engine.llm import LLM
 from pagedlora.errors import (
+    AdapterFormatError,
     AdapterInUseError,
     AdapterNotFoundError,
+    AdapterPathError,
     PagedLoraWarning,
     UnsupportedAdapterError,
 )
@@ -137,3 +140,32 @@ def test_how_strict_it_is_comes_from_the_configuration(tmp_path: Path) -> None:
         with pytest.warns(PagedLoraWarning, match="a_field_of_tomorrow"):
             info = llm.load_lora("a", path)
         assert len(info.report.ignored) == 1
+
+
+def test_adapters_of_a_directory_answer_by_their_path(
+    llm: LLM, llama_adapters: dict[str, Path], engines: list[LLM], tmp_path: Path
+) -> None:
+    """Each is parsed at its first request; what is wrong with one is that request's alone."""
+    directory, root = tmp_path / "lora_dir", tmp_path / "root"
+    for name in ("r8", "r64"):
+        shutil.copytree(llama_adapters[name], directory / "org" / name)
+    shutil.copytree(llama_adapters["r3"], root / "r3")
+    (directory / "broken").mkdir()
+    (directory / "broken" / "adapter_config.json").write_text("{")
+    (directory / "out").symlink_to(llama_adapters["r12"])
+    config = LoraConfig(lora_dir=directory, adapter_root=root)  # type: ignore[arg-type]
+    engine = LLM(build_tiny_model("llama"), lora_config=config)
+    engines.append(engine)
+    assert engine.list_loras() == []
+    assert engine.lora_manager.names == ("broken", "org/r64", "org/r8")
+
+    prompts = make_prompts(7, seed=3)
+    out_of_root = LoRARequest("r1", lora_path=llama_adapters["r1"])
+    requests = ["org/r8", "broken", LoRARequest("org/r64"), "out", "none", out_of_root]
+    outputs = engine.generate(prompts, GREEDY, [*requests, LoRARequest("r3", lora_path="r3")])
+    expected = llm.generate(prompts, GREEDY, ["r8", "r8", "r64", "r8", "r8", "r8", "r3"])
+    for i in (0, 2, 6):
+        assert tokens_of([outputs[i]]) == tokens_of([expected[i]])
+    errors = [type(outputs[i].error) for i in (1, 3, 4, 5)]
+    assert errors == [AdapterFormatError, AdapterPathError, AdapterNotFoundError, AdapterPathError]
+    assert [info.name for info in engine.list_loras()] == ["org/r8", "org/r64", "r3"]

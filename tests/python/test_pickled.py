@@ -23,6 +23,8 @@ from tests.support.cache_fixtures import Cache, add_and_wait, check_pages
 
 from pagedlora import (
     AdapterFormatError,
+    AdapterNotFoundError,
+    AdapterPathError,
     LoraManager,
     PagedLoraError,
     UnsupportedAdapterError,
@@ -186,7 +188,7 @@ def test_a_pickle_that_is_no_regular_file_is_refused_at_once(
     path = write_bin(tmp_path / "a", tensors_of(small_cache))
     (path / BIN).unlink()
     make(path / BIN)
-    with pytest.raises(AdapterFormatError, match="is not a regular file"):
+    with pytest.raises(AdapterFormatError, match="not a regular file"):
         trusting.register("a", path)
     assert len(trusting) == 0
 
@@ -197,3 +199,53 @@ def test_a_pickle_over_the_limit_is_refused(
     monkeypatch.setattr(pickled, "MAX_PICKLE_BYTES", 100)
     path = write_bin(tmp_path / "a", tensors_of(small_cache))
     assert "over the limit of 100" in str(refuse(trusting, path))
+
+
+@pytest.mark.parametrize("allow_pickle", [True, False])
+@pytest.mark.parametrize("directory", ["adapter_root", "lora_dir"])
+def test_a_pickle_outside_of_the_root_is_not_opened(
+    small_cache: Cache, tmp_path: Path, private_root: Path, directory: str, allow_pickle: bool
+) -> None:
+    """By a link, as any other file of an adapter (design 3.5)."""
+    outside = write_bin(tmp_path / "outside", tensors_of(small_cache))
+    path = write_bin(tmp_path / "root" / "a", tensors_of(small_cache))
+    (path / BIN).unlink()
+    (path / BIN).symlink_to(outside / BIN)
+    options: dict[str, Any] = {directory: tmp_path / "root", "allow_pickle": allow_pickle}
+    manager = LoraManager(small_cache.config, small_cache.peft, **options)
+    with pytest.raises(AdapterPathError):
+        manager.load("a", "a" if directory == "adapter_root" else None)
+    assert (len(manager), list(private_root.iterdir())) == (0, [])
+
+
+@pytest.mark.parametrize("directory", ["adapter_root", "lora_dir"])
+def test_the_private_file_of_a_confined_pickle_is_read_again(
+    small_cache: Cache, tmp_path: Path, private_root: Path, directory: str
+) -> None:
+    """It lies outside of the root: nobody else's path leads there."""
+    tensors = tensors_of(small_cache)
+    path = write_bin(tmp_path / "root" / "a", tensors)
+    options: dict[str, Any] = {directory: tmp_path / "root", "allow_pickle": True}
+    manager = LoraManager(small_cache.config, small_cache.peft, **options)
+    source = "a" if directory == "adapter_root" else None
+    info = manager.load("a", source)
+    assert info.path == str(path)
+    small_cache.peft.evict_unowned("host")
+    assert manager.load("a", source).tiers == ("host",)
+    assert_same_weights(
+        small_cache.peft.task_weights(info.task_id, "host"), weights_of(tensors, torch.float32)
+    )
+    assert small_cache.peft.stats.source_rereads == 1
+    manager.unload("a")
+    gc.collect()
+    assert list(private_root.iterdir()) == []
+
+
+def test_without_any_weights_the_safetensors_file_is_missed(
+    trusting: LoraManager, small_cache: Cache, tmp_path: Path
+) -> None:
+    path = write_bin(tmp_path / "a", tensors_of(small_cache))
+    (path / BIN).unlink()
+    with pytest.raises(AdapterNotFoundError) as caught:
+        trusting.register("a", path)
+    assert caught.value.name == str(path / WEIGHTS_FILE)

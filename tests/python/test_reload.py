@@ -131,6 +131,25 @@ def test_a_directory_that_was_written_again_is_reloaded_from_itself(
     assert manager.load("a", directory).tiers == ("host",)
 
 
+def test_a_reload_to_a_retired_content_whose_last_request_has_just_ended(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    """It is forgotten by the very reload that wants it: that gets a task of its own."""
+    manager, peft = small_cache.adapters, small_cache.peft
+    first, second = (write(small_cache, tmp_path, seed) for seed in (1, 2))
+    old = manager.load("a", first)
+    request = acquired(small_cache, 1)
+    start(small_cache, request)
+    manager.reload("a", second)
+    peft.mark_request_done(request)  # it stops owning, and nobody has looked since
+    new = manager.reload("a", first)
+    assert new.generation == old.generation
+    assert is_known(small_cache, new.task_id)
+    manager.release(request)
+    add_and_wait(peft, acquired(small_cache, 2))
+    generations.assert_bytes(small_cache, new.task_id, 1)
+
+
 def test_a_reload_shares_what_another_name_has(small_cache: Cache, tmp_path: Path) -> None:
     manager = small_cache.adapters
     manager.load("a", write(small_cache, tmp_path / "x", 1))

@@ -24,6 +24,7 @@ _REPLACEMENTS = (
     (r"__exit__\(self, \*args\)", "__exit__(self, *args: object)"),
     (r"-> collections\.abc\.Iterator:", "-> collections.abc.Iterator[int]:"),
     (r"weights: CarriedWeights = None", "weights: CarriedWeights | None = None"),
+    (r"root: AdapterRoot = None", "root: AdapterRoot | None = None"),
     (r"def errors\(self\) -> dict:", "def errors(self) -> dict[int, BaseException]:"),
     (r"def build_info\(\) -> dict:", "def build_info() -> dict[str, typing.Any]:"),
     (

@@ -63,7 +63,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, _core.FakeSourc
     """What the core reads weights files through from now on, by directory."""
     made: dict[str, _core.FakeSource] = {}
 
-    def open_fake(path: str) -> _core.FakeSource:
+    def open_fake(path: str, root: _core.AdapterRoot | None = None) -> _core.FakeSource:
+        assert root is None
         content = Path(path).read_bytes()
         return made.setdefault(str(Path(path).parent), _core.FakeSource(content, path))
 

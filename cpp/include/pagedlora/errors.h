@@ -85,6 +85,16 @@ class AdapterNotFoundError : public Error {
   std::string path;
 };
 
+// The path is not one of a file in the AdapterRoot.
+class AdapterPathError : public Error {
+ public:
+  // `problem` completes "the path ...".
+  AdapterPathError(std::string path, std::string root, const std::string& problem);
+
+  std::string path;
+  std::string root;
+};
+
 // The operating system would not read the file.
 class AdapterReadError : public Error {
  public:

@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "pagedlora/adapter_root.h"
+
 namespace pagedlora {
 
 class SourceReader {
@@ -72,9 +74,11 @@ struct FileIdentity {
   friend bool operator==(const FileIdentity&, const FileIdentity&) = default;
 };
 
-// A regular file as it is now. Throws AdapterNotFoundError, AdapterReadError, or
-// AdapterFormatError for a directory, FIFO, socket or device.
-std::shared_ptr<const TensorSource> open_file_source(const std::string& path);
+// A regular file as it is now. With a root it is opened beneath that, now and whenever it is read
+// again. Throws AdapterNotFoundError, AdapterReadError, AdapterPathError (also when it is read
+// again), or AdapterFormatError for a directory, FIFO, socket or device.
+std::shared_ptr<const TensorSource> open_file_source(
+    const std::string& path, std::shared_ptr<const AdapterRoot> root = nullptr);
 
 // Bytes kept alive by `owner`.
 std::shared_ptr<const TensorSource> make_memory_source(std::span<const std::byte> bytes,

@@ -23,6 +23,8 @@ class FileDescriptor {
   }
 
   int get() const { return fd_; }
+  // The caller closes it from now on.
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_;

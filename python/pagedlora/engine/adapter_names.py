@@ -7,7 +7,7 @@ import threading
 from typing import Any, Protocol
 
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
-from pagedlora.paths import is_possible_path, to_path
+from pagedlora.paths import to_path
 from pagedlora.requests import LlmRequest, LoRARequest
 
 
@@ -22,6 +22,9 @@ class AdapterRegistry(Protocol):
 
     def real_path(self, name: str, /) -> str:
         """Its directory without links, at little cost; raises AdapterNotFoundError."""
+
+    def resolve_source(self, source: str, /) -> str:
+        """The path without links, as `register` finds it; raises PagedLoraError."""
 
     def task_id(self, name: str, /) -> int:
         """Its task alone, at little cost; raises AdapterNotFoundError."""
@@ -143,7 +146,7 @@ class AdapterNames:
             known = self._registry.real_path(name)
         except AdapterNotFoundError:
             return False
-        wanted = _real_path(path)
+        wanted = self._registry.resolve_source(path)
         if known != wanted:
             raise InvalidArgumentError(
                 f"adapter '{name}' is registered from {known}, not from {wanted}: give the other "
@@ -167,10 +170,3 @@ class AdapterNames:
                 f"lora_int_id {lora.lora_int_id} of adapter '{lora.lora_name}' is the number of "
                 f"adapter '{other}': give each name its own number, or none"
             )
-
-
-def _real_path(path: str) -> str:
-    """The path without links; raises InvalidArgumentError where no file can have that name."""
-    if not is_possible_path(path):
-        raise InvalidArgumentError(f"{path!r:.200} is no possible path")
-    return os.path.realpath(path)

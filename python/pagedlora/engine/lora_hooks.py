@@ -48,6 +48,11 @@ class RowMap:
         """Ends the step."""
         self.batch = None
 
+    def copy_from(self, other: RowMap) -> None:
+        """Describes what another map does."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(other, name))
+
 
 class _ModuleHook:
     """The forward hook of one module."""
@@ -193,6 +198,11 @@ class LoraHooks:
         finally:
             self._all_rows.clear()
             self._sampled_rows.clear()
+
+    @property
+    def row_maps(self) -> tuple[RowMap, RowMap]:
+        """What the hooks read: that of the output embedding last, that of all others first."""
+        return self._all_rows, self._sampled_rows
 
     def remove(self) -> None:
         """Takes all hooks off the model; idempotent."""

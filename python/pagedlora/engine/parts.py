@@ -112,6 +112,8 @@ def build_parts(
         manager = LoraManager(
             cache.model_config,
             cache,
+            adapter_root=lora_config.adapter_root,
+            lora_dir=lora_config.lora_dir,
             base_model_id=str(getattr(loaded.model.config, "name_or_path", "")),
             strict=lora_config.strict,
             allow_pickle=lora_config.allow_pickle,

@@ -80,38 +80,50 @@ def make_plan(
 
 
 def open_peft_directory(
-    directory: str | os.PathLike[str], options: LoadOptions = DEFAULT_OPTIONS
+    directory: str | os.PathLike[str],
+    options: LoadOptions = DEFAULT_OPTIONS,
+    root: _core.AdapterRoot | None = None,
 ) -> PeftDirectory:
     """Parses the configuration and opens the weights; reads nothing of them yet.
 
     Args:
         directory: As written by PEFT's `save_pretrained`.
         options: What is allowed.
+        root: Where its files must lie, now and whenever they are read again; None: anywhere.
 
     Returns:
         The adapter's files.
 
     Raises:
         AdapterNotFoundError: The directory or one of the files does not exist.
+        AdapterPathError: One of the files does not lie in the root.
         AdapterReadError: The system will not read one of them.
         AdapterFormatError: One of them is not what it should be.
         UnsupportedAdapterError: The adapter asks for something that is not supported.
     """
-    path = Path(directory) / WEIGHTS_NAME
+    weights_path = path = str(Path(directory) / WEIGHTS_NAME)
     try:
-        config = read_peft_config(directory, strict=options.strict)
+        config = read_peft_config(directory, root, strict=options.strict)
     except UnsupportedAdapterError as error:
-        if error.field == "modules_to_save" and path.is_file():
-            raise _with_whole_tensors(error, str(path)) from None
+        if error.field == "modules_to_save":
+            raise _with_whole_tensors(error, path, root) from None
         raise
-    weights_path, copy = str(path), None
-    if not path.exists():
-        copy = _open_pickle(Path(directory), options)
-        weights_path, path = str(path.with_name(PICKLE_NAME)), Path(copy.path)
-    source = _core.open_file_source(str(path))
+    source, copy = _open_if_there(path, root), None
+    if source is None:
+        copy = _open_pickle(Path(directory), options, root)
+        weights_path = str(Path(directory) / PICKLE_NAME)
+        path, root = copy.path, None  # it is this process's own file
+        source = _core.open_file_source(path)
     # Each is compared with what it was here whenever it is read: so both are the same file.
-    file = SourceFile.of(str(path))
+    file = SourceFile.of(path, root)
     return PeftDirectory(os.fspath(directory), config, options, source, file, weights_path, copy)
+
+
+def _open_if_there(path: str, root: _core.AdapterRoot | None) -> _core.TensorSource | None:
+    try:
+        return _core.open_file_source(path, root)
+    except AdapterNotFoundError:
+        return None
 
 
 def _stored(source: _core.TensorSource) -> list[StoredTensor]:
@@ -121,10 +133,14 @@ def _stored(source: _core.TensorSource) -> list[StoredTensor]:
     ]
 
 
-def _with_whole_tensors(error: UnsupportedAdapterError, path: str) -> PagedLoraError:
+def _with_whole_tensors(
+    error: UnsupportedAdapterError, path: str, root: _core.AdapterRoot | None
+) -> PagedLoraError:
     """The same with what the file has of whole modules, or what is wrong with the file."""
     try:
-        headers = _core.read_safetensors_header(_core.open_file_source(path))
+        headers = _core.read_safetensors_header(_core.open_file_source(path, root))
+    except AdapterNotFoundError:
+        return error
     except PagedLoraError as broken:
         return broken
     sizes = {header.name: header.num_bytes for header in headers}
@@ -143,17 +159,22 @@ def _with_whole_tensors(error: UnsupportedAdapterError, path: str) -> PagedLoraE
     )
 
 
-def _open_pickle(directory: Path, options: LoadOptions) -> PrivateCopy:
-    path = directory / PICKLE_NAME
-    if not path.exists():
+def _open_pickle(
+    directory: Path, options: LoadOptions, root: _core.AdapterRoot | None
+) -> PrivateCopy:
+    path = str(directory / PICKLE_NAME)
+    try:
+        descriptor = _core.open_file(path, root)
+    except AdapterNotFoundError:
         raise AdapterNotFoundError(
             f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
-        )
-    if not options.allow_pickle:
-        raise UnsupportedAdapterError(
-            f"'{directory}' has its weights in {PICKLE_NAME}, a pickle: save them with safetensors "
-            "(PEFT: save_pretrained(..., safe_serialization=True)), or, if you trust the file, "
-            "allow_pickle=True",
-            field=PICKLE_NAME,
-        )
-    return convert_pickle(path, WEIGHTS_NAME)
+        ) from None
+    with open(descriptor, "rb") as file:
+        if not options.allow_pickle:
+            raise UnsupportedAdapterError(
+                f"'{directory}' has its weights in {PICKLE_NAME}, a pickle: save them with "
+                "safetensors (PEFT: save_pretrained(..., safe_serialization=True)), or, if you "
+                "trust the file, allow_pickle=True",
+                field=PICKLE_NAME,
+            )
+        return convert_pickle(file, path, WEIGHTS_NAME)

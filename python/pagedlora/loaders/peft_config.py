@@ -7,17 +7,21 @@ anything: ignoring it could change answers without anybody noticing.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
-import stat
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagedlora.errors import AdapterNotFoundError, AdapterReadError, UnsupportedAdapterError
+from pagedlora import _core
+from pagedlora.errors import (
+    AdapterNotFoundError,
+    AdapterReadError,
+    PagedLoraError,
+    UnsupportedAdapterError,
+)
 from pagedlora.loaders.peft_fields import PEFT_FIELDS, says_nothing, starts_at_zero
 from pagedlora.loaders.peft_values import FieldReader, format_error, shorten
 from pagedlora.paths import is_possible_path
@@ -85,11 +89,17 @@ class PeftLoraConfig:
         }
 
 
-def read_peft_config(directory: str | os.PathLike[str], *, strict: bool = True) -> PeftLoraConfig:
+def read_peft_config(
+    directory: str | os.PathLike[str],
+    root: _core.AdapterRoot | None = None,
+    *,
+    strict: bool = True,
+) -> PeftLoraConfig:
     """Reads `adapter_config.json` of a PEFT directory.
 
     Args:
         directory: Holds the file.
+        root: Where the file must lie; None: anywhere.
         strict: As in `parse_peft_config`.
 
     Returns:
@@ -97,12 +107,13 @@ def read_peft_config(directory: str | os.PathLike[str], *, strict: bool = True) 
 
     Raises:
         AdapterNotFoundError: The directory or the file does not exist.
+        AdapterPathError: The file does not lie in the root.
         AdapterReadError: The system will not read it.
         AdapterFormatError: It is not a JSON object, or a used field has an impossible value.
         UnsupportedAdapterError: A field asks for something that is not supported.
     """
     path = Path(directory) / CONFIG_NAME
-    return parse_peft_config(_read_json(path), str(path), strict=strict)
+    return parse_peft_config(_read_json(path, root), str(path), strict=strict)
 
 
 def parse_peft_config(
@@ -141,19 +152,15 @@ def parse_peft_config(
     )
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path, root: _core.AdapterRoot | None) -> Mapping[str, Any]:
     try:
-        content = _read_regular_file(path)
-    except (FileNotFoundError, NotADirectoryError):
+        content = _read_regular_file(path, root)
+    except AdapterNotFoundError:
         raise AdapterNotFoundError(
             f"there is no {CONFIG_NAME} in '{path.parent}': give the directory that "
             "PEFT's save_pretrained wrote",
             name=str(path),
         ) from None
-    except OSError as error:
-        raise AdapterReadError(
-            f"'{path}' cannot be read: {error.strerror}", path=str(path), errno=error.errno
-        ) from error
     if len(content) > MAX_CONFIG_BYTES:
         raise format_error(str(path), f"is longer than {MAX_CONFIG_BYTES} bytes")
     try:
@@ -165,19 +172,19 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return fields
 
 
-def _read_regular_file(path: Path) -> bytes:
+def _read_regular_file(path: Path, root: _core.AdapterRoot | None) -> bytes:
     """At most one byte more than `MAX_CONFIG_BYTES`."""
     if not is_possible_path(str(path)):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    # Non-blocking: a FIFO would otherwise wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        raise AdapterNotFoundError(f"no file can be at {str(path)!r}", name=str(path))
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise format_error(str(path), "is not a regular file")
-        with open(descriptor, "rb", closefd=False) as file:
+        with open(_core.open_file(str(path), root), "rb") as file:
             return file.read(MAX_CONFIG_BYTES + 1)
-    finally:
-        os.close(descriptor)
+    except PagedLoraError:
+        raise  # some are OSErrors themselves
+    except OSError as error:
+        raise AdapterReadError(
+            f"'{path}' cannot be read: {error.strerror}", path=str(path), errno=error.errno
+        ) from error
 
 
 def _check_supported(name: str, value: Any, strict: bool, notes: list[str]) -> None:

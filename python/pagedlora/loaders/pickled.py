@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import tempfile
 import weakref
-from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from pagedlora.errors import AdapterFormatError, AdapterNotFoundError, AdapterReadError
+from pagedlora.errors import AdapterFormatError, AdapterReadError
 
 if TYPE_CHECKING:
     import torch
@@ -42,56 +40,42 @@ class PrivateCopy:
         self._remove = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
 
 
-def convert_pickle(path: Path, name: str) -> PrivateCopy:
+def convert_pickle(file: IO[bytes], path: str, name: str) -> PrivateCopy:
     """Reads a pickle of tensors and writes them to a safetensors file.
 
     Args:
-        path: The pickle.
+        file: The pickle, a regular file at its beginning; not closed.
+        path: Names it in errors.
         name: Of the new file.
 
     Returns:
         The new file, for as long as the caller keeps the object.
 
     Raises:
-        AdapterNotFoundError: There is no such file.
         AdapterReadError: The system will not read it, or write the new one.
-        AdapterFormatError: It is not a regular file, too large, or not a pickle of named tensors.
+        AdapterFormatError: It is too large, or not a pickle of named tensors.
     """
     from safetensors.torch import save_file
 
     try:
-        tensors = _named_tensors(_load(path), path)
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > MAX_PICKLE_BYTES:
+            raise _error(path, f"has {size_bytes} bytes, over the limit of {MAX_PICKLE_BYTES}")
+        tensors = _named_tensors(_unpickle(file, path), path)
         copy = PrivateCopy(name)
         save_file(tensors, copy.path)
-    except FileNotFoundError:
-        raise AdapterNotFoundError(f"there is no file '{path}'", name=str(path)) from None
-    except (AdapterFormatError, AdapterReadError):
+    except AdapterFormatError:
         raise
     except OSError as error:
         raise AdapterReadError(
             f"'{path}' cannot be read, or not be copied: {error.strerror}",
-            path=str(path),
+            path=path,
             errno=error.errno,
         ) from error
     return copy
 
 
-def _load(path: Path) -> object:
-    # Non-blocking: a FIFO would otherwise wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _error(path, "is not a regular file")
-        if status.st_size > MAX_PICKLE_BYTES:
-            raise _error(path, f"has {status.st_size} bytes, over the limit of {MAX_PICKLE_BYTES}")
-        with open(descriptor, "rb", closefd=False) as file:
-            return _unpickle(file, path)
-    finally:
-        os.close(descriptor)
-
-
-def _unpickle(file: IO[bytes], path: Path) -> object:
+def _unpickle(file: IO[bytes], path: str) -> object:
     import torch
 
     try:
@@ -103,7 +87,7 @@ def _unpickle(file: IO[bytes], path: Path) -> object:
         raise _error(path, f"is not a pickle of tensors alone: {reason:.{_SHOWN}}") from None
 
 
-def _named_tensors(content: object, path: Path) -> dict[str, torch.Tensor]:
+def _named_tensors(content: object, path: str) -> dict[str, torch.Tensor]:
     """Tensors of their own memory, as safetensors needs them."""
     import torch
 
@@ -116,5 +100,5 @@ def _named_tensors(content: object, path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous().clone() for name, tensor in content.items()}
 
 
-def _error(path: Path, problem: str) -> AdapterFormatError:
-    return AdapterFormatError(f"'{path}' {problem}", path=str(path), tensor="")
+def _error(path: str, problem: str) -> AdapterFormatError:
+    return AdapterFormatError(f"'{path}' {problem}", path=path, tensor="")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from pagedlora import _core
 from pagedlora.errors import (
+    AdapterFormatError,
     AdapterNotFoundError,
     AdapterReadError,
     AdapterSourceChangedError,
@@ -33,23 +35,29 @@ class SourceFile(NamedTuple):
 
     path: str
     identity: FileIdentity
+    root: _core.AdapterRoot | None = None
 
     @classmethod
-    def of(cls, path: str) -> SourceFile:
+    def of(cls, path: str, root: _core.AdapterRoot | None = None) -> SourceFile:
         """The file as it is now.
+
+        Args:
+            path: The file.
+            root: Where it must lie whenever it is opened; None: anywhere.
 
         Raises:
             AdapterNotFoundError: There is none.
+            AdapterPathError: It does not lie in the root.
             AdapterReadError: The system does not say.
         """
-        with _system_errors(path):
-            return cls(path, _identity(os.stat(path)))
+        with _closing(_core.open_file(path, root)) as descriptor, _system_errors(path):
+            return cls(path, _identity(os.fstat(descriptor)), root)
 
     def is_unchanged(self) -> bool:
         """Whether the file is still there as it was; reads nothing."""
         try:
-            return _identity(os.stat(self.path)) == self.identity
-        except OSError:
+            return SourceFile.of(self.path, self.root).identity == self.identity
+        except PagedLoraError:
             return False
 
     @contextmanager
@@ -62,19 +70,18 @@ class SourceFile(NamedTuple):
 
         Raises:
             AdapterNotFoundError: The file is gone.
+            AdapterPathError: Its path leads out of the root now.
             AdapterReadError: The system will not read it.
             AdapterSourceChangedError: It is another file, or was written to, before or meanwhile.
         """
-        with _system_errors(self.path):
-            self._check(os.stat(self.path))  # first, so that nothing but a file is opened
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-            descriptor = os.open(self.path, flags)
-            try:
-                self._check(os.fstat(descriptor))
-                yield lambda offset, size: self._chunks(descriptor, offset, size)
-                self._check(os.fstat(descriptor))
-            finally:
-                os.close(descriptor)
+        try:
+            opened = _core.open_file(self.path, self.root)
+        except AdapterFormatError:
+            raise self._changed("it is no regular file any more") from None
+        with _closing(opened) as descriptor, _system_errors(self.path):
+            self._check(os.fstat(descriptor))
+            yield lambda offset, size: self._chunks(descriptor, offset, size)
+            self._check(os.fstat(descriptor))
 
     def _chunks(self, descriptor: int, offset: int, size: int) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
@@ -104,6 +111,15 @@ def _identity(status: os.stat_result) -> FileIdentity:
     return FileIdentity(
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     )
+
+
+@contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    """Closes it at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import AdapterShape, ShapeCache, shape_key
 from pagedlora.loaders.values import ValueCheck
+from pagedlora.paths import SourcePath
 from pagedlora.registry.deadline import Deadline
 
 
@@ -68,7 +69,7 @@ class AdapterContent:
 
 
 def parse_adapter(
-    path: str,
+    source: SourcePath,
     table: ModuleTable,
     options: LoadOptions = DEFAULT_OPTIONS,
     shapes: ShapeCache | None = None,
@@ -76,7 +77,7 @@ def parse_adapter(
     """Parses a PEFT directory for a model; reads no weights.
 
     Args:
-        path: The directory.
+        source: The directory.
         table: The model's modules.
         options: What is allowed.
         shapes: Of the same model and options: what is there need not be parsed again.
@@ -88,7 +89,8 @@ def parse_adapter(
     Raises:
         PagedLoraError: As `LoraManager.register` for a source that cannot be used.
     """
-    directory = open_peft_directory(path, options)
+    path = source.path
+    directory = open_peft_directory(path, options, source.root)
     shape = _shape_of(directory, table, shapes)
     adapter = shape.adapter
     for note in adapter.report.ignored:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from pagedlora.errors import AdapterLoadTimeout
 from pagedlora.registry.deadline import Deadline
 
 _SLICE_S = 3600.0
@@ -37,3 +38,8 @@ class Flight:
             if deadline.has_passed:
                 return False
         return True
+
+
+def is_impatience(error: BaseException) -> bool:
+    """Whether the work itself did not fail: the one who did it gave up."""
+    return isinstance(error, AdapterLoadTimeout) or not isinstance(error, Exception)

@@ -71,6 +71,7 @@ class Generation:
             while there are any.
         is_pinned: Whether it has that pin and is resident.
         flight: The call that brings it into the host tier.
+        reading: The call that reads its content for the digest.
         uses: Request id to the use, of requests that use it.
     """
 
@@ -86,6 +87,7 @@ class Generation:
     holds: int = 0
     is_pinned: bool = False
     flight: Flight | None = None
+    reading: Flight | None = None
     uses: dict[int, Use] = field(default_factory=dict)
 
     def can_replace(self, content: AdapterContent) -> bool:

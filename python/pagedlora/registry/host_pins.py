@@ -6,9 +6,9 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from pagedlora.errors import AdapterLoadTimeout, InvalidArgumentError
+from pagedlora.errors import InvalidArgumentError
 from pagedlora.registry.deadline import Deadline
-from pagedlora.registry.flight import Flight
+from pagedlora.registry.flight import Flight, is_impatience
 from pagedlora.registry.generations import Generation
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class HostPins:
                 raise deadline.error(generation.last_name)
             error = flight.error
             # The other call's patience may have ended before this one's.
-            if error is not None and (deadline.has_passed or not _may_go_on(error)):
+            if error is not None and (deadline.has_passed or not is_impatience(error)):
                 raise error
 
     def _fly(self, generation: Generation, flight: Flight, deadline: Deadline) -> None:
@@ -110,8 +110,3 @@ class HostPins:
     def _unpin(self, generation: Generation) -> None:
         with suppress(InvalidArgumentError):  # a load that failed took the pin
             self._core.unpin(generation.task_id)
-
-
-def _may_go_on(error: BaseException) -> bool:
-    """Whether the load itself did not fail: its caller gave up."""
-    return isinstance(error, AdapterLoadTimeout) or not isinstance(error, Exception)

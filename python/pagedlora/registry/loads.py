@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.paths import SourcePath
 from pagedlora.registry.content import parse_adapter
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight
@@ -29,15 +30,32 @@ class Loader:
         self._reloader = reloader
         self._flights: dict[str, tuple[str | None, Flight]] = {}
 
-    def register(self, name: str, path: str) -> NameEntry:
+    def register(self, name: str, source: SourcePath) -> NameEntry:
         """As `LoraManager.register`."""
-        content, plan, sources = parse_adapter(path, self._table, self._options, self._shapes)
+        content, plan, sources = parse_adapter(source, self._table, self._options, self._shapes)
         with self._lock:
             self._names.check_new(name)
             return self._names.add(name, self._generations.add(content, plan, sources))
 
+    def register_or_find(self, name: str, source: SourcePath) -> tuple[NameEntry, bool]:
+        """The name's entry, and whether this call made it: another one may have meanwhile."""
+        content, plan, sources = parse_adapter(source, self._table, self._options, self._shapes)
+        with self._lock:
+            entry = self._names.find(name)
+            if entry is None:
+                generation = self._generations.add(content, plan, sources)
+                return self._names.add(name, generation), True
+            if entry.real_path != content.real_path:
+                raise _other_source(name, entry.real_path, content.real_path)
+            return entry, False
+
     def load(
-        self, name: str, path: str | None, real_path: str | None, pinned: bool, deadline: Deadline
+        self,
+        name: str,
+        source: SourcePath | None,
+        real_path: str | None,
+        pinned: bool,
+        deadline: Deadline,
     ) -> None:
         """As `LoraManager.load`."""
         flight, is_mine = self._join(name, real_path)
@@ -51,7 +69,7 @@ class Loader:
             return
         error: BaseException | None = None
         try:
-            self._load(name, path, pinned, deadline)
+            self._load(name, source, pinned, deadline)
         except BaseException as raised:
             error = raised
             raise
@@ -90,11 +108,11 @@ class Loader:
             self._flights[name] = (real_path or known, flight)
             return flight, True
 
-    def _load(self, name: str, path: str | None, pinned: bool, deadline: Deadline) -> None:
+    def _load(self, name: str, source: SourcePath | None, pinned: bool, deadline: Deadline) -> None:
         with self._lock:
             entry, is_new = self._names.find(name), False
-        if entry is None and path is not None:
-            entry, is_new = self._register_or_find(name, path)
+        if entry is None and source is not None:
+            entry, is_new = self.register_or_find(name, source)
         try:
             self.hold(entry or self._require(name), deadline, keep=pinned)
         except BaseException:
@@ -102,18 +120,6 @@ class Loader:
                 with self._lock:
                     self._names.remove(entry)
             raise
-
-    def _register_or_find(self, name: str, path: str) -> tuple[NameEntry, bool]:
-        """The name's entry, and whether this call made it: another one may have meanwhile."""
-        content, plan, sources = parse_adapter(path, self._table, self._options, self._shapes)
-        with self._lock:
-            entry = self._names.find(name)
-            if entry is None:
-                generation = self._generations.add(content, plan, sources)
-                return self._names.add(name, generation), True
-            if entry.real_path != content.real_path:
-                raise _other_source(name, entry.real_path, content.real_path)
-            return entry, False
 
     def _require(self, name: str) -> NameEntry:
         with self._lock:

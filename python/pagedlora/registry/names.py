@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pagedlora.errors import (
+    AdapterInUseError,
     AdapterNotFoundError,
     InvalidArgumentError,
     PagedLoraError,
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from pagedlora.peft_cache import PeftCacheManager
+
+_SHOWN_OWNERS = 10
 
 
 @dataclass(eq=False, slots=True)
@@ -276,3 +279,16 @@ class Owners:
 
     def _sets(self, task_id: int) -> Iterable[set[int]]:
         return (owners.get(task_id, set()) for owners in self._owners)
+
+
+def in_use_error(entry: NameEntry, users: frozenset[int], timeout_s: float) -> AdapterInUseError:
+    """Why a name was not unloaded, with the first of the requests that use it."""
+    shown = ", ".join(map(str, sorted(users)[:_SHOWN_OWNERS]))
+    more = ", ..." if len(users) > _SHOWN_OWNERS else ""
+    return AdapterInUseError(
+        f"adapter '{entry.name}' is still in use after {timeout_s:g} s, by {len(users)} requests: "
+        f"{shown}{more}; it was not unloaded",
+        task_id=entry.generation.task_id,
+        num_owners=len(users),
+        owners=users,
+    )

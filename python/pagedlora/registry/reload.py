@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from pagedlora.errors import AdapterInUseError, GenerationConflictError, PagedLoraError
+from pagedlora.paths import SourcePath
 from pagedlora.registry.content import AdapterContent, parse_adapter
 from pagedlora.registry.deadline import Deadline
+from pagedlora.registry.flight import Flight, is_impatience
 from pagedlora.registry.generations import MAX_RETIRED, Generation
 from pagedlora.registry.names import NameEntry
 from pagedlora.registry.parts import RegistryParts
@@ -43,26 +45,24 @@ class Reloader:
             if digest is not None and self._generations.find(digest) is generation:
                 return digest
         if digest is None:
-            digest = generation.content.digest(self._table, deadline, self._options)
-        first = self._find(digest)
-        is_usable = first is not None and first.can_replace(generation.content)
-        with self._lock:
-            self._names.check_current(entry)
-            if entry.generation is not generation:  # reloaded meanwhile: it is known then
-                return entry.generation.digest or digest
-            current = self._generations.find(digest)
-            if current is None or (current is first and not is_usable):
-                self._generations.set_digest(generation, digest, replace=True)
-            elif current is first and current is not generation:
-                self._generations.set_digest(generation, digest)
-                self._share(entry, current)
-            else:  # its own, or another one that came meanwhile: shared when it is asked for again
-                self._generations.set_digest(generation, digest)
-            return digest
+            digest = self._read_digest(generation, deadline)
+        while True:
+            first = self._find(digest)
+            is_usable = first is not None and first.can_replace(generation.content)
+            with self._lock:
+                self._names.check_current(entry)
+                if entry.generation is not generation:  # reloaded meanwhile: it is known then
+                    return entry.generation.digest or digest
+                if self._generations.find(digest) is not first:
+                    continue  # another one came or went meanwhile
+                self._generations.set_digest(generation, digest, replace=not is_usable)
+                if first is not None and first is not generation and is_usable:
+                    self._share(entry, first)
+                return digest
 
-    def reload(self, entry: NameEntry, path: str, expected: str | None) -> None:
+    def reload(self, entry: NameEntry, source: SourcePath, expected: str | None) -> None:
         """As `LoraManager.reload`."""
-        content, plan, sources = parse_adapter(path, self._table, self._options, self._shapes)
+        content, plan, sources = parse_adapter(source, self._table, self._options, self._shapes)
         digest = content.digest(self._table, Deadline(None), self._options)
         # A source that was overwritten in place cannot be read any more: it is other content.
         with suppress(PagedLoraError):
@@ -73,7 +73,8 @@ class Reloader:
             target = self._generations.find(digest)
             is_usable = is_usable and target is first
             self._check(entry, expected, is_usable and entry.generation is target)
-            if target is None or not is_usable:
+            # That forgets retired generations that nobody uses any more: look again.
+            if target is None or not is_usable or self._generations.find(digest) is not target:
                 target = self._generations.add(content, plan, sources)
                 target.digest = digest
             target.holds += 1
@@ -84,6 +85,35 @@ class Reloader:
             with self._lock:
                 self._pins.give_back(target)
                 self._generations.discard(target)
+
+    def _read_digest(self, generation: Generation, deadline: Deadline) -> str:
+        """Reads the content, or waits for the call that does."""
+        while True:
+            with self._lock:
+                if generation.digest is not None:
+                    return generation.digest
+                reading = generation.reading
+                if reading is None:
+                    mine = generation.reading = Flight()
+                    break
+            if not reading.wait(deadline):
+                raise deadline.error(generation.last_name)
+            error = reading.error
+            if error is not None and (deadline.has_passed or not is_impatience(error)):
+                raise error
+        failure: BaseException | None = None
+        try:
+            digest = generation.content.digest(self._table, deadline, self._options)
+            with self._lock:
+                generation.digest = digest
+        except BaseException as raised:
+            failure = raised
+            raise
+        finally:
+            with self._lock:
+                generation.reading = None
+            mine.finish(failure)
+        return digest
 
     def _try_commit(
         self,

@@ -1,0 +1,303 @@
+"""Adapters in any `nn.Module`, without the engine: encoders, classifiers, loops of your own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from pagedlora.engine import lora_hooks
+from pagedlora.engine.lora_hooks import LoraHooks, RowMap
+from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.requests import LlmRequest
+
+if TYPE_CHECKING:
+    from pagedlora import _core
+    from pagedlora.lora_manager import LoraManager
+    from pagedlora.peft_cache import PeftCacheManager
+
+_request_ids = itertools.count(2**62)
+"""Far from those that callers give to requests of the same cache."""
+_KNOWN_TASKS = 256
+"""Adapters of which it is remembered which modules they change."""
+_SHOWN_MODULES = 3
+
+
+def attach(module: nn.Module, cache: PeftCacheManager, adapters: LoraManager) -> Attachment:
+    """Lets a module answer with adapters, inside `with attachment.rows([...])`.
+
+    Outside of such blocks the module computes what it did before.
+
+    Args:
+        module: On the CPU. Its weights are not touched; it gets hooks until `detach()`.
+        cache: Made for `LoraModelConfig.from_module(module, ...)`: those modules carry adapters.
+        adapters: A registry over that cache.
+
+    Raises:
+        InvalidArgumentError: The module is not the one that the cache was made for, is attached
+            already, or belongs to an `LLM`; or the registry is another cache's.
+        UnsupportedModelError: Its weights are not on the CPU.
+    """
+    return Attachment(module, cache, adapters)
+
+
+class Attachment:
+    """A module that answers with adapters; made by `attach`.
+
+    One block of `rows` is open at a time, and the module is called by the thread that opened it:
+    a second block, or a call by another thread meanwhile, raises. Nobody else may be inside the
+    module when a block opens. Several attachments may share a cache; their blocks may overlap if
+    its `max_inflight_batches` allows as many.
+    """
+
+    def __init__(self, module: nn.Module, cache: PeftCacheManager, adapters: LoraManager) -> None:
+        """As `attach`."""
+        if adapters.cache_manager is not cache:
+            raise InvalidArgumentError(
+                "the LoraManager was made for another cache: give it the same PeftCacheManager"
+            )
+        config = cache.model_config
+        _check_free(module, config)
+        self._cache = cache
+        self._adapters = adapters
+        self._lock = threading.Lock()
+        self._block: _Block | None = None
+        self._modules_of_task: dict[int, frozenset[str]] = {}
+        self._hooks: LoraHooks | None = LoraHooks(module, config, config.dtype)
+        self._handles = [
+            target.register_forward_pre_hook(
+                _BeforeModule(self, spec.name, spec.in_features), with_kwargs=True
+            )
+            for spec in config.modules
+            for target in [module.get_submodule(spec.name)]
+        ]
+
+    @contextmanager
+    def rows(self, names: Sequence[str | None], *, partial: bool = False) -> Iterator[None]:
+        """Within the block each row of a batch is answered with its adapter.
+
+        Every module with adapters must get inputs whose first dimension is that of the batch:
+        `[N, L, features]`, `[N, features]`, or token ids `[N, L]`, whatever L. Weights are read and
+        copied on entry if they are not resident, for as long as the cache's limits allow. Gradients
+        must be off. Nothing is left behind by a block that ends with an error.
+
+        Args:
+            names: One registered adapter per row, None for the base model.
+            partial: Whether modules that these adapters change may go uncalled within the block.
+
+        Raises:
+            AdapterNotFoundError: A name is not registered.
+            LoraCacheFullError: The adapters do not fit beside those that others use now.
+            InvalidArgumentError: A name is no string, a block is open, or this is detached. Within
+                the block, by the module's call: gradients are on, or another thread calls.
+            UnsupportedModelError: A module gets an input of another first dimension; or, at the
+                end, one that an adapter changes was not called, so that the answer lacks it.
+            PagedLoraError: An adapter cannot be read; all rows of the block go unanswered.
+        """
+        names = _check_names(names)
+        with ExitStack() as undo:
+            block = self._open_block(names)
+            undo.callback(self._close_block)
+            requests: dict[str, LlmRequest] = {}
+            for name in dict.fromkeys(name for name in names if name is not None):
+                request = requests[name] = LlmRequest(next(_request_ids), keeps_adapter=True)
+                undo.callback(self._adapters.release, request)
+                self._adapters.acquire(name, request)
+                self._cache.add_request_peft(request)
+            if requests:
+                lease = self._cache.ensure_batch(list(requests.values()), [])
+                undo.callback(lease.close)
+                for error in lease.errors.values():
+                    raise error
+                block.begin(
+                    lease,
+                    [None if name is None else requests[name].request_id for name in names],
+                )
+            yield
+            if not partial:
+                for name, request in requests.items():
+                    _check_called(name, self._changed_modules(lease, request) - block.called)
+
+    def detach(self) -> None:
+        """Gives the module back as it was; idempotent.
+
+        Raises:
+            InvalidArgumentError: A block of `rows` is open; nothing was changed.
+        """
+        with self._lock:
+            if self._block is not None:
+                raise InvalidArgumentError("a block of rows() is open: leave it before detach()")
+            if self._hooks is not None:
+                self._hooks.remove()
+                self._hooks = None
+            while self._handles:
+                self._handles.pop().remove()
+
+    def __enter__(self) -> Attachment:
+        """The object itself."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Detaches."""
+        self.detach()
+
+    def _tell_hooks(self, name: str, rows: torch.Tensor, num_features: int) -> None:
+        """Tells the hooks which rows of a module's input use which adapter."""
+        block = self._block
+        if block is not None and self._hooks is not None:
+            row_map = block.row_map(name, rows, num_features)
+            for current in self._hooks.row_maps:
+                current.copy_from(row_map)
+
+    def _changed_modules(self, lease: _core.BatchLease, request: LlmRequest) -> frozenset[str]:
+        """The modules that a request's adapter changes; a task stands for one content."""
+        task_id = lease.task_of(request.request_id)
+        known = self._modules_of_task.get(task_id)
+        if known is None:
+            if len(self._modules_of_task) == _KNOWN_TASKS:
+                self._modules_of_task.clear()
+            known = frozenset(entry.module_name for entry in lease[request.request_id])
+            self._modules_of_task[task_id] = known
+        return known
+
+    def _open_block(self, names: Sequence[str | None]) -> _Block:
+        with self._lock:
+            if self._hooks is None:
+                raise InvalidArgumentError("the module was detached: attach it again")
+            if self._block is not None:
+                raise InvalidArgumentError(
+                    "a block of rows() is open already: blocks of one attachment neither nest nor "
+                    "overlap; use one block with all rows, or one attachment per thread's own copy "
+                    "of the module"
+                )
+            self._block = _Block(len(names))
+            return self._block
+
+    def _close_block(self) -> None:
+        with self._lock:
+            self._block = None
+            if self._hooks is not None:
+                for row_map in self._hooks.row_maps:
+                    row_map.clear()
+
+
+class _Block:
+    """One block of `rows`: who uses which row, for any number of tokens per row.
+
+    Attributes:
+        called: Names of the modules that were called in it.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        """Without adapters, until `begin`."""
+        self.called: set[str] = set()
+        self._num_rows = num_rows
+        self._thread = threading.get_ident()
+        self._lease: _core.BatchLease | None = None
+        self._users: list[int | None] = []
+        self._row_maps: dict[int, RowMap] = {}
+
+    def begin(self, lease: _core.BatchLease, users: list[int | None]) -> None:
+        """Rows have users from now on; `lease` holds them."""
+        self._lease = lease
+        self._users = users
+
+    def row_map(self, name: str, rows: torch.Tensor, num_features: int) -> RowMap:
+        """The map for an input of a module, or an empty one if no row uses an adapter."""
+        if self._lease is None:
+            return RowMap()
+        self._check(name, rows)
+        self.called.add(name)
+        tokens = rows.numel() // (self._num_rows * num_features)
+        row_map = self._row_maps.get(tokens)
+        if row_map is None:
+            row_map = self._row_maps[tokens] = RowMap()
+            row_map.set(self._lease, [(user, tokens) for user in self._users])
+        return row_map
+
+    def _check(self, name: str, rows: torch.Tensor) -> None:
+        if threading.get_ident() != self._thread:
+            raise InvalidArgumentError(
+                f"module '{name}' was called by another thread than the one whose block of rows() "
+                "is open: its rows are not those of the block"
+            )
+        if torch.is_grad_enabled():
+            raise InvalidArgumentError(
+                "gradients are on, and adapters' outputs have none: call the module under "
+                "torch.inference_mode() or torch.no_grad()"
+            )
+        if rows.device.type != "cpu":
+            raise UnsupportedModelError(f"module '{name}' was called on {rows.device}: not the CPU")
+        if rows.dim() == 0 or rows.shape[0] != self._num_rows:
+            raise UnsupportedModelError(
+                f"module '{name}' was called with an input of shape {tuple(rows.shape)} where "
+                f"rows() names {self._num_rows} rows: its first dimension must be the batch, or it "
+                "cannot be told which adapter each row uses. Name one adapter per row of the "
+                "batch, or leave the module out of the target modules"
+            )
+
+
+class _BeforeModule:
+    """The forward pre-hook of one module."""
+
+    def __init__(self, attachment: Attachment, name: str, in_features: int) -> None:
+        self._attachment = attachment
+        self._name = name
+        self._in_features = in_features
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows = args[0] if args else kwargs.get("input")
+        if isinstance(rows, torch.Tensor):  # what else is called, the module's own hook refuses
+            num_features = 1 if isinstance(module, nn.Embedding) else self._in_features
+            self._attachment._tell_hooks(self._name, rows, num_features)
+
+
+def _check_names(names: object) -> list[str | None]:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise InvalidArgumentError(f"names is {names!r:.80}: it must be a list, one per row")
+    for name in names:
+        if name is not None and not isinstance(name, str):
+            raise InvalidArgumentError(f"names has {name!r:.80}: give adapters' names, or None")
+    return list(names)
+
+
+def _check_called(name: str, missing: frozenset[str]) -> None:
+    if missing:
+        shown = ", ".join(sorted(missing)[:_SHOWN_MODULES])
+        raise UnsupportedModelError(
+            f"adapter '{name}' changes {len(missing)} modules that were not called in this block "
+            f"({shown}{', ...' if len(missing) > _SHOWN_MODULES else ''}): the answer lacks them. "
+            "Call the whole module in the block, or allow it with rows(..., partial=True); a "
+            "module whose weights are used without calling it cannot carry adapters"
+        )
+
+
+def _check_free(module: nn.Module, config: _core.LoraModelConfig) -> None:
+    """Raises unless all modules of `config` that there are may get hooks."""
+    for spec in config.modules:
+        try:
+            target = module.get_submodule(spec.name)
+        except AttributeError:
+            continue  # the hooks refuse it
+        hooks = [*target._forward_hooks.values()]
+        if any(type(hook).__module__ == lora_hooks.__name__ for hook in hooks):
+            raise InvalidArgumentError(
+                f"module '{spec.name}' has adapters already: detach() it, or close its LLM, first"
+            )
+        for parameter in target.parameters(recurse=False):
+            if parameter.device.type != "cpu":
+                raise UnsupportedModelError(
+                    f"module '{spec.name}' is on {parameter.device}: adapters are computed on the "
+                    "CPU; move it with module.to('cpu')"
+                )

@@ -1,0 +1,75 @@
+"""Where a registry takes adapters from: what callers give, and what lies in `lora_dir`."""
+
+from __future__ import annotations
+
+import os
+
+from pagedlora import _core
+from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
+from pagedlora.paths import SourcePath, is_possible_path, to_path
+from pagedlora.registry.lora_dir import LoraDirectory
+
+
+class Sources:
+    """The directories of a `LoraManager`. Thread-safe; callers hold no lock."""
+
+    def __init__(
+        self,
+        adapter_root: str | os.PathLike[str] | None,
+        lora_dir: str | os.PathLike[str] | None,
+    ) -> None:
+        """As `LoraManager.__init__`."""
+        root = None if adapter_root is None else to_path(adapter_root, "adapter_root")
+        self._root = None if root is None else _core.AdapterRoot(root)
+        directory = None if lora_dir is None else to_path(lora_dir, "lora_dir")
+        self._lora_dir = None if directory is None else LoraDirectory(directory)
+
+    def place(self, source: object, name: str) -> SourcePath:
+        """The source that a caller gave for a name, confined to `adapter_root`.
+
+        Raises:
+            InvalidArgumentError: It is no path.
+            AdapterPathError: No file of `adapter_root` can have that path.
+        """
+        return SourcePath.of(source, f"the source of adapter '{name!s:.80}'", self._root)
+
+    def resolve(self, source: object) -> str:
+        """As `LoraManager.resolve_source`."""
+        place = SourcePath.of(source, "the source", self._root)
+        if not is_possible_path(place.path):
+            raise InvalidArgumentError(f"{place.path!r:.200} is no possible path")
+        return place.real_path()
+
+    @property
+    def listed(self) -> frozenset[str]:
+        """The names that `lora_dir` had at construction."""
+        return frozenset() if self._lora_dir is None else self._lora_dir.names
+
+    def find_listed(self, name: str) -> SourcePath | None:
+        """Where the adapter of a name that is not registered lies in `lora_dir`, if there is one.
+
+        Raises:
+            AdapterNotFoundError: There is a `lora_dir`, without such an adapter.
+            AdapterPathError: It is reached by a link that leads out of `lora_dir`.
+            AdapterReadError: The system will not look.
+        """
+        if self._lora_dir is None:
+            return None
+        place = self._lora_dir.find(name)
+        if place is None:
+            raise AdapterNotFoundError(
+                f"no adapter '{name!s:.300}' is registered, and lora_dir '{self._lora_dir.path}' "
+                "has no directory of that name with an adapter_config.json",
+                name=name,
+            )
+        return place
+
+    def check_not_listed(self, name: str, place: SourcePath) -> None:
+        """Raises InvalidArgumentError if `lora_dir` lists the name for another directory."""
+        if name not in self.listed:
+            return
+        listed = self.find_listed(name)
+        if listed is not None and os.path.realpath(listed.path) != place.real_path():
+            raise InvalidArgumentError(
+                f"adapter '{name}' is already in lora_dir, at '{listed.path}': use another name"
+            )
