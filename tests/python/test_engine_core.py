@@ -57,11 +57,17 @@ class CountingRunner:
 class Engine:
     """An engine core with its parts."""
 
-    def __init__(self, *, max_num_tokens: int = 16, pages: dict[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_tokens: int = 16,
+        pages: dict[int, int] | None = None,
+        front_size: int = 1000,
+    ) -> None:
         self.kv = KVCacheManager(64, 4)
         self.peft = RecordedPeftManager(pages or {7: 1, 8: 1, 9: 1}, device_pages=2)
         self.runner = CountingRunner()
-        scheduler = KVCacheV2Scheduler(
+        self.scheduler = KVCacheV2Scheduler(
             self.kv, self.peft, max_batch_size=4, max_num_tokens=max_num_tokens
         )
         live = LiveRequests(
@@ -69,11 +75,12 @@ class Engine:
         )
         self.core = EngineCore(
             self.runner,
-            scheduler,
+            self.scheduler,
             live,
             self.peft,
             AdmissionWindow(self.peft, size=16),
             eos_token_ids=frozenset({EOS}),
+            front_size=front_size,
         )
         self._ids = iter(range(1000))
 
@@ -83,10 +90,12 @@ class Engine:
         task: int | None = None,
         params: SamplingParams = GREEDY,
         max_tokens: int = 3,
+        priority: int = 0,
     ) -> LlmRequest:
         request = LlmRequest(
             next(self._ids),
             lora_task_id=task,
+            priority=priority,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
             sampling_params=params,
@@ -118,6 +127,41 @@ def test_a_mixed_batch_with_chunked_prompts_answers_each_request() -> None:
         assert request.output_token_ids == [last + 1, last + 2, last + 3]
         assert request.finish_reason == "length"
     assert max(step.num_tokens for step in engine.runner.steps) == 5
+
+
+def test_a_step_looks_at_the_front_of_the_queue_and_at_those_that_have_begun() -> None:
+    engine = Engine(front_size=3)
+    seen: list[int] = []
+    schedule = engine.scheduler.schedule_request
+
+    def count(requests: list[LlmRequest]) -> Any:
+        seen.append(sum(not request.has_started for request in requests))
+        return schedule(requests)
+
+    engine.scheduler.schedule_request = count  # type: ignore[method-assign,assignment]
+    requests = [engine.add([n, n + 1], (7, 8, 9, None)[n % 4]) for n in range(30)]
+    ended = engine.core.step()
+    late = [engine.add([n, n + 1], priority=n % 2) for n in range(30, 40)]
+    ended += engine.run()
+    assert max(seen) == 3
+    assert [r for r in requests if r in ended] == requests, "none is lost"
+    urgent = [r for r in late if r.priority == 1]
+    assert ended.index(urgent[-1]) < ended.index(requests[15]), "priority counts behind the front"
+    plain = [r for r in ended if r in requests and r.lora_task_id is None]
+    assert plain == [r for r in requests if r.lora_task_id is None], "by arrival"
+
+
+def test_who_gave_way_stays_in_front() -> None:
+    """One that computes its context again waits, and is looked at beside the new ones."""
+    engine = Engine(front_size=1, max_num_tokens=64)
+    first = engine.add(list(range(8)), max_tokens=6)
+    engine.core.step()
+    engine.kv.free_resources(first)
+    first.restart()
+    others = [engine.add([n], max_tokens=3) for n in range(4)]
+    live = engine.core._live
+    assert live.front(1, engine.scheduler.precedence) == [first, others[0]]
+    assert live.front(4, engine.scheduler.precedence) == [first, *others]
 
 
 def test_chunks_cover_the_prompt_once_and_only_the_last_is_sampled() -> None:

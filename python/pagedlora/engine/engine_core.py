@@ -86,6 +86,7 @@ class EngineCore:
         window: AdmissionWindow | None,
         *,
         eos_token_ids: frozenset[int],
+        front_size: int = 1024,
         stats: StepStats | None = None,
     ) -> None:
         """Takes over the parts; it closes none of them.
@@ -97,6 +98,8 @@ class EngineCore:
             peft_cache_manager: Has the adapters; None if no request has one.
             window: Over the same adapters; None without them.
             eos_token_ids: The model's end-of-sequence tokens.
+            front_size: New requests that a step looks at, at least 1: what a step costs does not
+                grow with the queue behind them.
             stats: Told what each step did.
         """
         self._runner = runner
@@ -106,6 +109,7 @@ class EngineCore:
         self._peft = peft_cache_manager
         self._window = window
         self._eos_token_ids = eos_token_ids
+        self._front_size = front_size
         self._stats = stats
         self._aborted: set[int] = set()
         self._abort_lock = threading.Lock()
@@ -145,8 +149,10 @@ class EngineCore:
             Exception: The forward failed, or the adapter cache was misused from outside. All
                 live requests still hold what they held: call `abort_all`.
         """
-        changed = self._take_loads() + self._end_aborted() + self._admit()
-        output = self._scheduler.schedule_request(list(self._live))
+        changed = self._take_loads() + self._end_aborted()
+        front = self._live.front(self._front_size, self._scheduler.precedence)
+        changed += self._admit(front)
+        output = self._scheduler.schedule_request([r for r in front if not r.has_ended])
         self._make_way(output)
         changed += self._fail_all(output.failed)
         changed += self._compute(output)
@@ -211,13 +217,13 @@ class EngineCore:
             self._live.finish(request, "abort")
         return ended
 
-    def _admit(self) -> list[LlmRequest]:
+    def _admit(self, front: Sequence[LlmRequest]) -> list[LlmRequest]:
         """Step 3."""
         if self._window is None:
             return []
         waiting = [
             request
-            for request in self._live
+            for request in front
             if request.state in (RequestState.WAITING, RequestState.SUSPENDED)
         ]
         waiting.sort(key=self._scheduler.precedence)

@@ -15,7 +15,8 @@ Whoever ends gives back its KV blocks and its adapter, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from heapq import nsmallest
 from typing import Any, Protocol
 
 from pagedlora.errors import CapacityError, PagedLoraError
@@ -71,6 +72,34 @@ class LiveRequests:
     def get(self, request_id: int) -> LlmRequest | None:
         """A live request, or None."""
         return self._by_id.get(request_id)
+
+    def front(
+        self, size: int, precedence: Callable[[LlmRequest], tuple[bool, int, int]]
+    ) -> list[LlmRequest]:
+        """Those that have begun, and `size` others: what a step needs to look at.
+
+        Args:
+            size: How many new ones at most.
+            precedence: Smaller goes first. By arrival within a priority, as long as a request was
+                never in front.
+
+        Returns:
+            In arrival order.
+        """
+        waiting = [r for r in self._by_id.values() if r.state is RequestState.WAITING]
+        new = [request for request in waiting if not request.has_started]
+        if len(new) <= size:
+            return list(self._by_id.values())
+        if len({request.priority for request in new}) > 1:
+            new = nsmallest(size, new, key=precedence)
+        wanted = {request.request_id for request in new[:size]}
+        return [
+            request
+            for request in self._by_id.values()
+            if request.state is not RequestState.WAITING
+            or request.request_id in wanted
+            or request.has_started
+        ]
 
     def add(self, request: LlmRequest) -> None:
         """Takes a new request at the end of the queue.

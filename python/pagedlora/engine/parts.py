@@ -29,7 +29,7 @@ from pagedlora.scheduler.admission_window import AdmissionWindow
 from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
 
 _WINDOW_BATCHES = 4
-"""Full batches of waiting requests that may own their adapters before they run."""
+"""Full batches of waiting requests that a step looks at, and that may own their adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +164,17 @@ def _core(
         max_num_tokens=config.max_num_tokens,
         enable_chunked_prefill=config.enable_chunked_prefill,
     )
-    window = AdmissionWindow(
-        cache,
-        size=_WINDOW_BATCHES * config.max_batch_size,
-        max_skip_passes=config.max_skip_passes,
-    )
+    front_size = _WINDOW_BATCHES * config.max_batch_size
+    window = AdmissionWindow(cache, size=front_size, max_skip_passes=config.max_skip_passes)
     return EngineCore(
-        runner, scheduler, live, cache, window, eos_token_ids=eos_token_ids, stats=stats
+        runner,
+        scheduler,
+        live,
+        cache,
+        window,
+        eos_token_ids=eos_token_ids,
+        front_size=front_size,
+        stats=stats,
     )
 
 
