@@ -19,10 +19,23 @@ namespace py = pybind11;
 using py::literals::operator""_a;
 namespace {
 
+using PyRange = std::pair<std::uint32_t, std::uint32_t>;  // (offset, length)
+
 PlannedRow make_row(std::uint32_t module, std::uint32_t rank, float scale, std::uint64_t a_offset,
-                    Dtype a_dtype, std::uint64_t b_offset, Dtype b_dtype) {
-  return {ModuleIndex{module}, rank, {a_offset, a_dtype}, {b_offset, b_dtype}, scale};
+                    Dtype a_dtype, std::uint64_t b_offset, Dtype b_dtype, PyRange in, PyRange out,
+                    std::uint32_t a_row_stride, std::uint32_t b_row_stride) {
+  PlannedRow row;
+  row.module = ModuleIndex{module};
+  row.rank = rank;
+  row.a = {a_offset, a_dtype, a_row_stride};
+  row.b = {b_offset, b_dtype, b_row_stride};
+  row.scale = scale;
+  row.in = {in.first, in.second};
+  row.out = {out.first, out.second};
+  return row;
 }
+
+PyRange to_pair(const FeatureRange& range) { return {range.offset, range.length}; }
 
 // A view of a Python buffer, which cannot be resized while the view lives. Let go of from C++ threads
 // that may not hold the GIL.
@@ -83,10 +96,18 @@ void register_adapter(py::module_& module) {
              py::call_guard<py::gil_scoped_release>(),
              "The tensors of a safetensors source, by offset; refuses what the format forbids.");
 
-  py::class_<PlannedRow>(module, "PlannedRow", "One module's A and B in a source.")
+  py::class_<PlannedRow>(
+      module, "PlannedRow",
+      "A and B of a module, or of a slice of it, in a source.\n\n"
+      "A is [rank, in length], B [out length, rank]; y[out slice] += scale * B (A x[in slice]).\n"
+      "A slice is (first feature, number of features); 0 features: to the module's end. A row\n"
+      "stride counts elements between the starts of stored rows; 0: they lie back to back.")
       .def(py::init(&make_row), "module"_a, "rank"_a, "scale"_a, "a_offset"_a, "a_dtype"_a,
-           "b_offset"_a, "b_dtype"_a)
+           "b_offset"_a, "b_dtype"_a, py::kw_only(), "in_slice"_a = PyRange{0, 0},
+           "out_slice"_a = PyRange{0, 0}, "a_row_stride"_a = 0, "b_row_stride"_a = 0)
       .def_property_readonly("module", [](const PlannedRow& row) { return row.module.value; })
+      .def_property_readonly("in_slice", [](const PlannedRow& row) { return to_pair(row.in); })
+      .def_property_readonly("out_slice", [](const PlannedRow& row) { return to_pair(row.out); })
       .def_readonly("rank", &PlannedRow::rank)
       .def_readonly("scale", &PlannedRow::scale);
 

@@ -109,7 +109,7 @@ LoraBatch::LoraBatch(std::span<const Segment> segments) {
   }
 }
 
-// A run that touches the module, and its weights in Scratch::parts: A of all blocks, one block after
+// A run and a row of its adapter for the module, and its weights in Scratch::parts: A of all blocks, one block after
 // the other, then B, cut by add_b_parts.
 struct LoraOperator::Work {
   const LoraBatch::Run* run = nullptr;
@@ -168,16 +168,15 @@ void LoraOperator::find_work(const LoraBatch& batch, ModuleIndex module) {
   parts.clear();
   works.clear();
   for (const LoraBatch::Run& run : batch.runs()) {
-    const std::optional<std::uint32_t> row = run.task.layout->row_of(module);
-    if (!row) {
-      continue;
+    const auto [first_row, end_row] = run.task.layout->rows_of(module);
+    for (std::uint32_t row = first_row; row < end_row; ++row) {
+      const std::span<const Block> blocks = run.task.layout->blocks_of_row(row);
+      Work& work = works.emplace_back(Work{.run = &run, .row = row, .first_a = parts.size()});
+      add_a_parts(run.task, blocks, parts);
+      work.first_b = parts.size();
+      add_b_parts(run.task, blocks, parts);
+      work.end = parts.size();
     }
-    const std::span<const Block> blocks = run.task.layout->blocks_of_row(*row);
-    Work& work = works.emplace_back(Work{.run = &run, .row = *row, .first_a = parts.size()});
-    add_a_parts(run.task, blocks, parts);
-    work.first_b = parts.size();
-    add_b_parts(run.task, blocks, parts);
-    work.end = parts.size();
   }
 }
 
@@ -185,20 +184,22 @@ void LoraOperator::apply_run(const internal::LoraKernels& kernels, const Work& w
                              const Activations& activations, ReadAhead& ahead) {
   const Dtype dtype = activations.dtype;
   const LoraBatch::Run& run = *work.run;
+  const RowShape& shape = run.task.layout->rows()[work.row];
   const WeightsPart* parts = scratch_->parts.data();
   ReadAhead nothing;  // the caches hold the weights after the first tile
   for (std::uint32_t done = 0; done < run.num_rows; done += kTileRows) {
     const std::int64_t first = static_cast<std::int64_t>(run.first_row) + done;
-    const Tile tile{.blocks = run.task.layout->blocks_of_row(work.row),
-                    .a = {parts + work.first_a, parts + work.first_b},
-                    .b = {parts + work.first_b, parts + work.end},
-                    .scale = run.task.scales[work.row],
-                    .x = element(activations.x, first * activations.x_row_stride, dtype),
-                    .y = element(activations.y, first * activations.y_row_stride, dtype),
-                    .x_row_stride = activations.x_row_stride,
-                    .y_row_stride = activations.y_row_stride,
-                    .num_rows = std::min(kTileRows, run.num_rows - done),
-                    .ahead = done == 0 ? &ahead : &nothing};
+    const Tile tile{
+        .blocks = run.task.layout->blocks_of_row(work.row),
+        .a = {parts + work.first_a, parts + work.first_b},
+        .b = {parts + work.first_b, parts + work.end},
+        .scale = run.task.scales[work.row],
+        .x = element(activations.x, first * activations.x_row_stride + shape.in.offset, dtype),
+        .y = element(activations.y, first * activations.y_row_stride + shape.out.offset, dtype),
+        .x_row_stride = activations.x_row_stride,
+        .y_row_stride = activations.y_row_stride,
+        .num_rows = std::min(kTileRows, run.num_rows - done),
+        .ahead = done == 0 ? &ahead : &nothing};
     shrink(kernels, *run.task.layout, tile);
     expand(kernels, dtype, tile);
   }

@@ -84,7 +84,7 @@ class ScatterPlan::WindowBuilder {
   bool append(const Matrix& matrix, Window& window) {
     const std::size_t element = element_bytes(matrix.dtype);
     const std::uint64_t row_bytes = std::uint64_t{matrix.width} * element;
-    const std::uint64_t begin = matrix.offset + row_ * row_bytes + column_ * element;
+    const std::uint64_t begin = matrix.offset + row_ * matrix.stride_bytes + column_ * element;
     if (window.segments.empty()) {
       window.offset = begin;
     }
@@ -95,8 +95,7 @@ class ScatterPlan::WindowBuilder {
     const std::uint64_t room = chunk_bytes_ - at;
     Segment segment{&matrix, static_cast<std::size_t>(at), row_, 1, column_, 0};
     if (column_ == 0 && row_bytes <= room) {
-      segment.num_rows = static_cast<std::uint32_t>(
-          std::min<std::uint64_t>(room / row_bytes, matrix.height - row_));
+      segment.num_rows = rows_within(matrix, row_bytes, room);
       segment.num_columns = matrix.width;
     } else if (window.segments.empty()) {  // one row is longer than a chunk: take a piece of it
       segment.num_columns = static_cast<std::uint32_t>(
@@ -105,10 +104,21 @@ class ScatterPlan::WindowBuilder {
       return false;
     }
     advance(matrix, segment);
-    window.bytes = std::max(
-        window.bytes, segment.at + std::size_t{segment.num_rows} * segment.num_columns * element);
+    const std::size_t before_last = (segment.num_rows - 1) * matrix.stride_bytes;
+    window.bytes = std::max(window.bytes, segment.at + before_last + segment.num_columns * element);
     window.segments.push_back(segment);
     return true;
+  }
+
+  // Rows from row_ on that fit into `room` bytes, the first of which does; only that one if what
+  // lies between them is better skipped.
+  std::uint32_t rows_within(const Matrix& matrix, std::uint64_t row_bytes,
+                            std::uint64_t room) const {
+    if (matrix.stride_bytes - row_bytes > kMaxGapBytes) {
+      return 1;
+    }
+    const std::uint64_t rows = (room - row_bytes) / matrix.stride_bytes + 1;
+    return static_cast<std::uint32_t>(std::min<std::uint64_t>(rows, matrix.height - row_));
   }
 
   void advance(const Matrix& matrix, const Segment& segment) {
@@ -136,20 +146,31 @@ ScatterPlan::ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan,
   matrices_.reserve(plan.rows().size() * 2);
   for (std::uint32_t i = 0; i < plan.rows().size(); ++i) {
     const PlannedRow& row = plan.rows()[i];
-    const LoraModule& module = config.module(row.module);
-    const auto in = static_cast<std::uint32_t>(module.in_features);
-    const auto out = static_cast<std::uint32_t>(module.out_features);
-    matrices_.push_back({row.a.offset, i, false, row.a.dtype, row.rank, in});
-    matrices_.push_back({row.b.offset, i, true, row.b.dtype, out, row.rank});
-    source_bytes_ += std::uint64_t{row.rank} *
-                     (in * element_bytes(row.a.dtype) + out * element_bytes(row.b.dtype));
+    add(i, false, row.a, row.rank, row.in.length);
+    add(i, true, row.b, row.out.length, row.rank);
   }
-  std::ranges::sort(matrices_, {}, &Matrix::offset);
+  std::ranges::stable_sort(matrices_, {}, &Matrix::offset);
 }
 
-std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
-                                   std::span<std::byte> chunk, ScatterTargets& targets,
-                                   std::size_t max_chunks) const {
+void ScatterPlan::add(std::uint32_t row, bool is_b, const PlannedMatrix& matrix,
+                      std::uint32_t height, std::uint32_t width) {
+  const std::size_t stride = matrix.row_stride == 0 ? width : matrix.row_stride;
+  matrices_.push_back({matrix.offset, row, is_b, matrix.dtype, height, width,
+                       stride * element_bytes(matrix.dtype)});
+}
+
+std::uint64_t ScatterPlan::source_bytes(std::size_t chunk_bytes) const {
+  WindowBuilder windows(matrices_, chunk_bytes);
+  std::uint64_t bytes = 0;
+  for (Window window; windows.next(window);) {
+    bytes += window.bytes;
+  }
+  return bytes;
+}
+
+ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
+                                          std::span<std::byte> chunk, ScatterTargets& targets,
+                                          std::size_t max_chunks) const {
   if (chunk.size() < kMinChunkBytes) {
     throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
   }
@@ -157,20 +178,23 @@ std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
   Copies copies(cache_dtype, chunk.data());
   WindowBuilder windows(matrices_, chunk.size());
   Window window;
+  Outcome outcome;
   for (std::size_t i = 0; i < max_chunks && windows.next(window); ++i) {
     const std::span<std::byte> bytes = chunk.first(window.bytes);
     reader.read(window.offset, bytes);
     checksum.update(bytes);
+    outcome.source_bytes += bytes.size();
     const ScatterTargets::Access access = targets.open();
     copies.aim_at(access);
     write(window, copies);
   }
-  return checksum.value();
+  outcome.checksum = checksum.value();
+  return outcome;
 }
 
-std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
-                                   std::span<std::byte> chunk, const TaskPages& target,
-                                   const TaskPages* second) const {
+ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
+                                          std::span<std::byte> chunk, const TaskPages& target,
+                                          const TaskPages* second) const {
   FixedTargets targets(target, second);
   return execute(reader, cache_dtype, chunk, targets);
 }
@@ -191,7 +215,7 @@ void ScatterPlan::write(const Window& window, Copies& copies) const {
 void ScatterPlan::list_a(const Segment& segment, Copies& copies) const {
   const Matrix& matrix = *segment.matrix;
   const std::size_t element = element_bytes(matrix.dtype);
-  const std::size_t stride = segment.num_columns * element;
+  const std::size_t stride = matrix.stride_bytes;
   const std::uint32_t row_end = segment.row_begin + segment.num_rows;
   const std::uint32_t column_end = segment.column_begin + segment.num_columns;
   const std::span<const Block> blocks = layout_.blocks_of_row(matrix.row);
@@ -217,7 +241,7 @@ void ScatterPlan::list_a(const Segment& segment, Copies& copies) const {
 void ScatterPlan::list_b(const Segment& segment, Copies& copies) const {
   const Matrix& matrix = *segment.matrix;
   const std::size_t element = element_bytes(matrix.dtype);
-  const std::size_t stride = matrix.width * element;
+  const std::size_t stride = matrix.stride_bytes;
   const std::uint32_t row_end = segment.row_begin + segment.num_rows;
   const auto step = static_cast<std::uint32_t>(std::max<std::size_t>(kTileBytes / stride, 1));
   for (std::uint32_t tile = segment.row_begin; tile < row_end; tile += step) {

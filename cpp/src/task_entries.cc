@@ -19,9 +19,10 @@ TaskLayerModuleConfig make_entry(const TaskPages& task, const LoraModule& module
   entry.slot_idx = a.at.slot;
   entry.out_page_id = task.pages[b.at.page].value;
   entry.out_slot_idx = b.at.slot;
-  entry.in_offset = a.begin;
+  const RowShape& row = task.layout->rows()[block.row];
+  entry.in_offset = row.in.offset + a.begin;
   entry.in_size = a.length;
-  entry.out_offset = b.begin;
+  entry.out_offset = row.out.offset + b.begin;
   entry.out_size = b.length;
   entry.module_id = module.module_id;
   entry.layer_id = module.layer_id;
@@ -51,11 +52,10 @@ std::vector<TaskLayerModuleConfig> task_entries(const TaskPages& task,
   return entries;
 }
 
-void gather_row(const TaskPages& task, const LoraModelConfig& config, std::uint32_t row,
-                std::byte* a, std::byte* b) {
+void gather_row(const TaskPages& task, std::uint32_t row, std::byte* a, std::byte* b) {
   const Layout& layout = *task.layout;
   const RowShape shape = layout.rows()[row];
-  const auto in_features = static_cast<std::size_t>(config.module(shape.module).in_features);
+  const std::size_t in_features = shape.in.length;
   const std::size_t element = layout.params().element_bytes;
   for (const Block& block : layout.blocks_of_row(row)) {
     for (const Part& part : layout.a_parts(block)) {

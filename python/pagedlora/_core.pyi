@@ -30,6 +30,7 @@ __all__: list[str] = [
     "PeftCacheManager",
     "PeftCacheStats",
     "PlannedRow",
+    "RowShape",
     "SourceGroup",
     "TaskLayerModuleConfig",
     "TensorHeader",
@@ -137,7 +138,11 @@ class TensorHeader:
 
 class PlannedRow:
     """
-    One module's A and B in a source.
+    A and B of a module, or of a slice of it, in a source.
+
+    A is [rank, in length], B [out length, rank]; y[out slice] += scale * B (A x[in slice]).
+    A slice is (first feature, number of features); 0 features: to the module's end. A row
+    stride counts elements between the starts of stored rows; 0: they lie back to back.
     """
     def __init__(
         self,
@@ -148,9 +153,18 @@ class PlannedRow:
         a_dtype: Dtype,
         b_offset: int,
         b_dtype: Dtype,
+        *,
+        in_slice: tuple[int, int] = (0, 0),
+        out_slice: tuple[int, int] = (0, 0),
+        a_row_stride: int = 0,
+        b_row_stride: int = 0,
     ) -> None: ...
     @property
+    def in_slice(self) -> tuple[int, int]: ...
+    @property
     def module(self) -> int: ...
+    @property
+    def out_slice(self) -> tuple[int, int]: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -295,6 +309,19 @@ class FakeSource(TensorSource):
     @property
     def num_opens(self) -> int: ...
 
+class RowShape:
+    """
+    A row of a task: (first feature, number of features) of its slices.
+    """
+    @property
+    def in_slice(self) -> tuple[int, int]: ...
+    @property
+    def module(self) -> int: ...
+    @property
+    def out_slice(self) -> tuple[int, int]: ...
+    @property
+    def rank(self) -> int: ...
+
 class TierStats:
     """
     Counters of one tier since construction.
@@ -370,7 +397,7 @@ class PeftCacheManager:
     def evict_unowned(self, tier: str) -> None: ...
     def free_pages(self, tier: str) -> int: ...
     def gather_rows(
-        self, task_id: int, tier: str, targets: collections.abc.Sequence[tuple[int, int, int, int]]
+        self, task_id: int, tier: str, targets: collections.abc.Sequence[tuple[RowShape, int, int]]
     ) -> None: ...
     def get_and_reset_iteration_stats(self) -> dict[str, int]: ...
     def has_started(self, request_id: int) -> bool: ...
@@ -399,7 +426,7 @@ class PeftCacheManager:
     def register_task(self, plan: AdapterPlan) -> int: ...
     def reset_device_cache(self) -> None: ...
     def resident_tasks(self, tier: str) -> int: ...
-    def task_rows(self, task_id: int, tier: str) -> list[tuple[int, int]]: ...
+    def task_rows(self, task_id: int, tier: str) -> list[RowShape]: ...
     def unpin(self, task_id: int) -> None: ...
     def unregister_task(self, task_id: int) -> None: ...
     def wait_idle(self, timeout_s: float) -> bool: ...

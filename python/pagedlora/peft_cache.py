@@ -17,6 +17,7 @@ from pagedlora.config import PeftCacheConfig
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.memory import available_memory_bytes
 from pagedlora.requests import PeftRequest
+from pagedlora.task_rows import join_rows
 
 if TYPE_CHECKING:
     import torch
@@ -354,7 +355,8 @@ class PeftCacheManager:
 
         Returns:
             Module name to (A [rank, in_features], B [out_features, rank]) in the cache's dtype;
-            the scale is not applied.
+            the scale is not applied. Rows for slices of a module stand one behind the other along
+            the ranks, with zeros outside their slices.
 
         Raises:
             PeftTaskNotCachedError: The task is not resident in that tier.
@@ -362,17 +364,14 @@ class PeftCacheManager:
         import torch
 
         dtype = getattr(torch, self._model_config.dtype.name)
-        modules = self._model_config.modules  # a copy: taken once, not per row
-        weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        targets: list[tuple[int, int, int, int]] = []
-        for module_index, rank in self._core.task_rows(task_id, tier):
-            module = modules[module_index]
-            a = torch.empty(rank, module.in_features, dtype=dtype)
-            b = torch.empty(module.out_features, rank, dtype=dtype)
-            weights[module.name] = (a, b)
-            targets.append((module_index, rank, a.data_ptr(), b.data_ptr()))
+        gathered: list[tuple[_core.RowShape, torch.Tensor, torch.Tensor]] = []
+        for row in self._core.task_rows(task_id, tier):
+            a = torch.empty(row.rank, row.in_slice[1], dtype=dtype)
+            b = torch.empty(row.out_slice[1], row.rank, dtype=dtype)
+            gathered.append((row, a, b))
+        targets = [(row, a.data_ptr(), b.data_ptr()) for row, a, b in gathered]
         self._core.gather_rows(task_id, tier, targets)
-        return weights
+        return join_rows(self._model_config, gathered)
 
     @property
     def stats(self) -> _core.PeftCacheStats:

@@ -67,7 +67,7 @@ class Adapter {
     std::shuffle(pages_.begin(), pages_.end(), rng);
     for (std::size_t row = 0; row < layout_.rows().size(); ++row) {
       scales.push_back(1.5F + uniform(rng));
-      fill(static_cast<std::uint32_t>(row), config, rng);
+      fill(static_cast<std::uint32_t>(row), rng);
     }
   }
 
@@ -82,6 +82,8 @@ class Adapter {
     std::uint32_t rank;
     std::vector<float> a;  // [rank, in]
     std::vector<float> b;  // [out, rank]
+    std::uint32_t in_offset = 0;
+    std::uint32_t out_offset = 0;
   };
 
   std::vector<Row> rows;
@@ -97,13 +99,10 @@ class Adapter {
     return (features * kMaxBlockRanks * element_bytes(dtype) + 63) / 64 * 64;
   }
 
-  void fill(std::uint32_t row, const LoraModelConfig& config, Rng& rng) {
-    const LoraModule& module = config.module(layout_.rows()[row].module);
-    Row weights{static_cast<std::uint32_t>(module.in_features),
-                static_cast<std::uint32_t>(module.out_features),
-                layout_.rows()[row].rank,
-                {},
-                {}};
+  void fill(std::uint32_t row, Rng& rng) {
+    const RowShape& shape = layout_.rows()[row];
+    Row weights{shape.in.length, shape.out.length, shape.rank, {}, {},
+                shape.in.offset, shape.out.offset};
     weights.a.resize(std::size_t{weights.rank} * weights.in);
     weights.b.resize(std::size_t{weights.rank} * weights.out);
     for (const Block& block : layout_.blocks_of_row(row)) {

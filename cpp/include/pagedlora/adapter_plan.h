@@ -17,26 +17,32 @@
 
 namespace pagedlora {
 
-// A row-major matrix in the source.
+// A row-major matrix in the source, or some rows and columns of a bigger one.
 struct PlannedMatrix {
-  std::uint64_t offset = 0;
+  std::uint64_t offset = 0;  // of its first element, in bytes
   Dtype dtype = Dtype::float32;
+  std::uint32_t row_stride = 0;  // elements between the starts of rows; 0: they lie back to back
 };
 
-// One module's A [rank, in_features] and B [out_features, rank].
+// A [rank, in_length] and B [out_length, rank] of a module, or of a slice of it:
+//   y[out_offset : out_offset + out_length] += scale * B (A x[in_offset : in_offset + in_length])
+// Rows of one module add up.
 struct PlannedRow {
   ModuleIndex module;
   std::uint32_t rank = 0;
   PlannedMatrix a;
   PlannedMatrix b;
-  float scale = 1.0F;  // multiplies B A x; stored apart from the weights
+  float scale = 1.0F;    // multiplies B A x; stored apart from the weights
+  FeatureRange in = {};  // length 0 means: to the module's end
+  FeatureRange out = {};
 };
 
 class AdapterPlan {
  public:
-  // Sorts the rows by module. Throws InvalidArgumentError for no rows, a module named twice or
-  // unknown, a rank outside 1..config.max_lora_rank(), a scale that is not finite, or a matrix
-  // beyond the end of the source.
+  // Sorts the rows by module and slice, and writes out the lengths of slices. Throws
+  // InvalidArgumentError for no rows, an unknown module, a slice beyond a module, two rows for the
+  // same inputs and outputs, a rank outside 1..config.max_lora_rank(), a scale that is not finite,
+  // rows of a matrix that overlap, or a matrix beyond the end of the source.
   AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> rows,
               std::shared_ptr<const TensorSource> source);
 

@@ -5,7 +5,8 @@
 //
 // Arithmetic: A x is accumulated in float32, in an order that depends only on the sizes of the
 // module and on the layout; the scale multiplies that rank-space accumulator; B t is accumulated
-// in float32 over all blocks of the row and added to y in one rounding. So a row's result does
+// in float32 over all blocks of the row and added to y in one rounding. An adapter with several rows
+// for a module (slices of it) adds one after the other, in the order of the layout. So a result does
 // not depend on its neighbours, on the length of its run or on its place in the batch. Rows without
 // an adapter, and rows whose adapter does not touch the module, are not read or written.
 //

@@ -40,8 +40,7 @@ struct TaskLayerModuleConfig {
 std::vector<TaskLayerModuleConfig> task_entries(const TaskPages& task,
                                                 const LoraModelConfig& config);
 
-// Puts the row's A [rank, in_features] and B [out_features, rank] together from their parts.
-void gather_row(const TaskPages& task, const LoraModelConfig& config, std::uint32_t row,
-                std::byte* a, std::byte* b);
+// Puts the row's A [rank, in.length] and B [out.length, rank] together from their parts.
+void gather_row(const TaskPages& task, std::uint32_t row, std::byte* a, std::byte* b);
 
 }  // namespace pagedlora
