@@ -183,8 +183,10 @@ std::map<std::string, std::uint64_t> iteration_stats(PeftCacheManager& self) {
           {"pausedTasks", stats.paused_tasks}};
 }
 
-// Where one row of a task goes: what it was said to be, address of A, address of B.
-using GatherTarget = std::tuple<RowShape, std::uintptr_t, std::uintptr_t>;
+// Where one row of a task goes: what it was said to be, then the addresses of A, B, the bias and the
+// DoRA scale; the last two are not used for a row without.
+using GatherTarget =
+    std::tuple<RowShape, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 
 void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& tier,
                  const std::vector<GatherTarget>& targets) {
@@ -192,7 +194,7 @@ void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& 
                  [&](const TaskPages& pages, const AdapterPlan& plan) {
                    // The caller's memory fits the rows that it asked about before: compare first.
                    std::vector<RowShape> expected;
-                   for (const auto& [shape, a, b] : targets) {
+                   for (const auto& [shape, a, b, bias, dora_scale] : targets) {
                      expected.push_back(shape);
                    }
                    if (expected != plan.row_shapes()) {
@@ -201,6 +203,10 @@ void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& 
                    for (std::uint32_t row = 0; row < targets.size(); ++row) {
                      gather_row(pages, row, std::bit_cast<std::byte*>(std::get<1>(targets[row])),
                                 std::bit_cast<std::byte*>(std::get<2>(targets[row])));
+                     gather_vector(pages, pages.layout->bias_parts(row),
+                                   std::bit_cast<float*>(std::get<3>(targets[row])));
+                     gather_vector(pages, pages.layout->dora_scale_parts(row),
+                                   std::bit_cast<float*>(std::get<4>(targets[row])));
                    }
                  });
 }
@@ -221,6 +227,8 @@ void register_row_shape(py::module_& module) {
                        "A row of a task: (first feature, number of features) of its slices.")
       .def_property_readonly("module", [](const RowShape& row) { return row.module.value; })
       .def_readonly("rank", &RowShape::rank)
+      .def_readonly("has_bias", &RowShape::has_bias)
+      .def_readonly("has_dora_scale", &RowShape::has_dora_scale)
       .def_property_readonly("in_slice", [=](const RowShape& row) { return to_pair(row.in); })
       .def_property_readonly("out_slice", [=](const RowShape& row) { return to_pair(row.out); });
 }

@@ -26,6 +26,13 @@ void check_matrix(const LoraModule& module, const PlannedMatrix& matrix, std::ui
   }
 }
 
+void check_vector(const LoraModule& module, const PlannedVector& vector, std::uint32_t length,
+                  std::uint64_t source_bytes) {
+  if (vector.is_there()) {
+    check_matrix(module, {vector.offset, vector.dtype}, 1, length, source_bytes);
+  }
+}
+
 void resolve_slices(const LoraModelConfig& config, PlannedRow& row) {
   if (row.module.value >= config.modules().size()) {
     throw InvalidArgumentError("an adapter row names module " + std::to_string(row.module.value) +
@@ -34,6 +41,7 @@ void resolve_slices(const LoraModelConfig& config, PlannedRow& row) {
   const LoraModule& module = config.module(row.module);
   row.in = resolved(row.in, module.in_features);
   row.out = resolved(row.out, module.out_features);
+  row.kind = module.kind;
 }
 
 bool comes_first(const PlannedRow& a, const PlannedRow& b) {
@@ -52,6 +60,11 @@ void check_row(const LoraModelConfig& config, const PlannedRow& row, std::uint64
   }
   check_matrix(module, row.a, row.rank, row.in.length, source_bytes);
   check_matrix(module, row.b, row.out.length, row.rank, source_bytes);
+  check_vector(module, row.bias, row.out.length, source_bytes);
+  check_vector(module, row.dora_scale, row.out.length, source_bytes);
+  if (row.dora_scale.is_there() && row.dora_scale.dtype != Dtype::float32) {
+    throw InvalidArgumentError("the DoRA scale of module " + module.name + " is not float32");
+  }
 }
 
 }  // namespace
@@ -84,7 +97,8 @@ std::vector<RowShape> AdapterPlan::row_shapes() const {
   std::vector<RowShape> shapes;
   shapes.reserve(rows_.size());
   for (const PlannedRow& row : rows_) {
-    shapes.push_back({row.module, row.rank, row.in, row.out});
+    shapes.push_back({row.module, row.rank, row.in, row.out, row.bias.is_there(),
+                      row.dora_scale.is_there(), row.kind});
   }
   return shapes;
 }

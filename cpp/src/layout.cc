@@ -48,7 +48,9 @@ void check_slices(const LoraModelConfig& config, std::span<const RowShape> rows)
   for (std::size_t i = 1; i < rows.size(); ++i) {
     first = rows[i].module == rows[first].module ? first : i;
     for (std::size_t j = first; j < i; ++j) {
-      if (rows[i].in.overlaps(rows[j].in) && rows[i].out.overlaps(rows[j].out)) {
+      const bool scales_outputs = rows[i].has_dora_scale || rows[j].has_dora_scale;
+      if (rows[i].out.overlaps(rows[j].out) &&
+          (scales_outputs || rows[i].in.overlaps(rows[j].in))) {
         throw InvalidArgumentError("module " + config.module(rows[i].module).name +
                                    " has two rows in one adapter for the same inputs and outputs");
       }
@@ -82,6 +84,7 @@ void resolve_slices(const LoraModelConfig& config, std::vector<RowShape>& rows) 
       const LoraModule& module = config.module(row.module);
       row.in = resolved(row.in, module.in_features);
       row.out = resolved(row.out, module.out_features);
+      row.kind = module.kind;
     }
   }
 }
@@ -96,10 +99,10 @@ std::vector<std::uint32_t> index_rows(std::size_t num_modules, const std::vector
   return first;
 }
 
-// Cuts `features` of a block of `ranks` into tiles and places each.
-std::uint32_t place_parts(std::uint32_t features, std::uint32_t ranks, const LayoutParams& params,
-                          internal::FirstFit& pages, std::vector<Part>& parts) {
-  const std::size_t feature_bytes = ranks * params.element_bytes;
+// Cuts features of so many bytes each into tiles and places each.
+std::uint32_t place_parts(std::uint32_t features, std::size_t feature_bytes,
+                          const LayoutParams& params, internal::FirstFit& pages,
+                          std::vector<Part>& parts) {
   const std::size_t tile = params.max_part_bytes / feature_bytes;
   std::uint32_t count = 0;
   for (std::size_t begin = 0; begin < features; begin += tile, ++count) {
@@ -131,17 +134,38 @@ Layout::Layout(const LoraModelConfig& config, std::vector<RowShape> rows,
       block.rank_count =
           static_cast<std::uint16_t>(std::min(kMaxBlockRanks, rows_[row].rank - begin));
       block.first_part = static_cast<std::uint32_t>(parts_.size());
-      block.num_a_parts = place_parts(in, block.rank_count, params_, pages, parts_);
-      block.num_b_parts = place_parts(out, block.rank_count, params_, pages, parts_);
+      const std::size_t feature_bytes = block.rank_count * params_.element_bytes;
+      block.num_a_parts = place_parts(in, feature_bytes, params_, pages, parts_);
+      block.num_b_parts = place_parts(out, feature_bytes, params_, pages, parts_);
       blocks_.push_back(block);
     }
     payload_bytes_ +=
         std::size_t{rows_[row].rank} * (std::size_t{in} + out) * params_.element_bytes;
+    place_vectors(row, pages);
   }
   first_block_of_row_.push_back(static_cast<std::uint32_t>(blocks_.size()));
   num_pages_ = pages.num_pages();
   blocks_.shrink_to_fit();
   parts_.shrink_to_fit();
+}
+
+void Layout::place_vectors(std::uint32_t row, internal::FirstFit& pages) {
+  const RowShape& shape = rows_[row];
+  if (!shape.has_bias && !shape.has_dora_scale) {
+    return;
+  }
+  vectors_of_row_.resize(rows_.size());
+  VectorParts& vectors = vectors_of_row_[row];
+  vectors.first = static_cast<std::uint32_t>(parts_.size());
+  const auto place = [&](bool is_there, std::uint32_t& num_parts) {
+    if (is_there) {
+      num_parts = place_parts(shape.out.length, sizeof(float), params_, pages, parts_);
+      payload_bytes_ += std::size_t{shape.out.length} * sizeof(float);
+    }
+  };
+  place(shape.has_bias, vectors.num_bias);
+  place(shape.has_dora_scale, vectors.num_dora_scale);
+  has_dora_scales_ |= shape.has_dora_scale;
 }
 
 std::span<const Block> Layout::blocks_of_row(std::uint32_t row) const {
@@ -157,10 +181,27 @@ std::span<const Part> Layout::b_parts(const Block& block) const {
   return std::span(parts_).subspan(block.first_part + block.num_a_parts, block.num_b_parts);
 }
 
+std::span<const Part> Layout::bias_parts(std::uint32_t row) const {
+  if (vectors_of_row_.empty()) {
+    return {};
+  }
+  const VectorParts& vectors = vectors_of_row_[row];
+  return std::span(parts_).subspan(vectors.first, vectors.num_bias);
+}
+
+std::span<const Part> Layout::dora_scale_parts(std::uint32_t row) const {
+  if (vectors_of_row_.empty()) {
+    return {};
+  }
+  const VectorParts& vectors = vectors_of_row_[row];
+  return std::span(parts_).subspan(vectors.first + vectors.num_bias, vectors.num_dora_scale);
+}
+
 std::size_t Layout::memory_bytes() const {
   return sizeof(Layout) + rows_.capacity() * sizeof(RowShape) + blocks_.capacity() * sizeof(Block) +
          first_block_of_row_.capacity() * sizeof(std::uint32_t) + parts_.capacity() * sizeof(Part) +
-         first_row_of_module_.capacity() * sizeof(std::uint32_t);
+         first_row_of_module_.capacity() * sizeof(std::uint32_t) +
+         vectors_of_row_.capacity() * sizeof(VectorParts);
 }
 
 }  // namespace pagedlora

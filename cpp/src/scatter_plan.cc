@@ -33,7 +33,11 @@ class FixedTargets final : public ScatterTargets {
 // The copies of one segment, listed before they are executed together.
 class ScatterPlan::Copies {
  public:
-  Copies(Dtype cache_dtype, const std::byte* chunk) : cache_dtype_(cache_dtype), chunk_(chunk) {}
+  Copies(Dtype cache_dtype, const std::byte* chunk)
+      : cache_dtype_(cache_dtype), target_dtype_(cache_dtype), chunk_(chunk) {}
+
+  // What is added next becomes elements of float32, or else of the cache's dtype.
+  void set_float32(bool is_float32) { target_dtype_ = is_float32 ? Dtype::float32 : cache_dtype_; }
 
   void aim_at(const ScatterTargets::Access& access) {
     target_ = access.target;
@@ -43,21 +47,34 @@ class ScatterPlan::Copies {
   // From `at` in the chunk to the place that starts `element` elements into the part.
   void add(std::size_t at, std::size_t source_stride_bytes, const Part& part, std::size_t element,
            std::size_t rows, std::size_t columns) {
-    const std::size_t offset = element * element_bytes(cache_dtype_);
+    const std::size_t offset = element * element_bytes(target_dtype_);
     copies_.push_back({chunk_ + at, source_stride_bytes, target_->address(part.at) + offset,
                        second_ == nullptr ? nullptr : second_->address(part.at) + offset, rows,
                        columns});
   }
 
+  // At once: source rows to columns of a part whose rows are `target_stride` elements long, from its
+  // given element on. False if a finite value overflowed float16.
+  [[nodiscard]] bool transpose(std::size_t at, std::size_t source_stride_bytes, Dtype source_dtype,
+                               const Part& part, std::size_t element, std::size_t target_stride,
+                               std::size_t rows, std::size_t columns) const {
+    const std::size_t offset = element * element_bytes(target_dtype_);
+    return transpose_2d({chunk_ + at, source_stride_bytes, target_->address(part.at) + offset,
+                         second_ == nullptr ? nullptr : second_->address(part.at) + offset,
+                         target_stride, rows, columns},
+                        source_dtype, target_dtype_);
+  }
+
   // False if a finite value overflowed float16.
   [[nodiscard]] bool execute(Dtype source_dtype) {
-    const bool fits = copy_2d(copies_, source_dtype, cache_dtype_);
+    const bool fits = copy_2d(copies_, source_dtype, target_dtype_);
     copies_.clear();
     return fits;
   }
 
  private:
   Dtype cache_dtype_;
+  Dtype target_dtype_;
   const std::byte* chunk_;
   const TaskPages* target_ = nullptr;
   const TaskPages* second_ = nullptr;
@@ -146,16 +163,25 @@ ScatterPlan::ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan,
   matrices_.reserve(plan.rows().size() * 2);
   for (std::uint32_t i = 0; i < plan.rows().size(); ++i) {
     const PlannedRow& row = plan.rows()[i];
-    add(i, false, row.a, row.rank, row.in.length);
-    add(i, true, row.b, row.out.length, row.rank);
+    add(i, Kind::a, row.a, row.rank, row.in.length);
+    add(i, Kind::b, row.b, row.out.length, row.rank);
+    add(i, Kind::bias, row.bias, row.out.length);
+    add(i, Kind::dora_scale, row.dora_scale, row.out.length);
   }
   std::ranges::stable_sort(matrices_, {}, &Matrix::offset);
 }
 
-void ScatterPlan::add(std::uint32_t row, bool is_b, const PlannedMatrix& matrix,
+void ScatterPlan::add(std::uint32_t row, Kind kind, const PlannedVector& vector,
+                      std::uint32_t length) {
+  if (vector.is_there()) {
+    add(row, kind, PlannedMatrix{vector.offset, vector.dtype}, 1, length);
+  }
+}
+
+void ScatterPlan::add(std::uint32_t row, Kind kind, const PlannedMatrix& matrix,
                       std::uint32_t height, std::uint32_t width) {
   const std::size_t stride = matrix.row_stride == 0 ? width : matrix.row_stride;
-  matrices_.push_back({matrix.offset, row, is_b, matrix.dtype, height, width,
+  matrices_.push_back({matrix.offset, row, kind, matrix.dtype, height, width,
                        stride * element_bytes(matrix.dtype)});
 }
 
@@ -201,10 +227,18 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
 
 void ScatterPlan::write(const Window& window, Copies& copies) const {
   for (const Segment& segment : window.segments) {
-    if (segment.matrix->is_b) {
+    const Kind kind = segment.matrix->kind;
+    copies.set_float32(kind == Kind::bias || kind == Kind::dora_scale);
+    if (kind == Kind::a && layout_.rows()[segment.matrix->row].kind == ModuleKind::embedding) {
+      if (!transpose_a(segment, copies)) {
+        refuse_overflow(*segment.matrix);
+      }
+    } else if (kind == Kind::a) {
+      list_a(segment, copies);
+    } else if (kind == Kind::b) {
       list_b(segment, copies);
     } else {
-      list_a(segment, copies);
+      list_vector(segment, copies);
     }
     if (!copies.execute(segment.matrix->dtype)) {
       refuse_overflow(*segment.matrix);
@@ -238,6 +272,33 @@ void ScatterPlan::list_a(const Segment& segment, Copies& copies) const {
   }
 }
 
+// Of an embedding: its parts are [features, ranks of the block].
+bool ScatterPlan::transpose_a(const Segment& segment, const Copies& copies) const {
+  const Matrix& matrix = *segment.matrix;
+  const std::size_t element = element_bytes(matrix.dtype);
+  const std::uint32_t row_end = segment.row_begin + segment.num_rows;
+  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
+  bool fits = true;
+  for (const Block& block : layout_.blocks_of_row(matrix.row)) {
+    const std::uint32_t first = std::max<std::uint32_t>(block.rank_begin, segment.row_begin);
+    const std::uint32_t last =
+        std::min<std::uint32_t>(block.rank_begin + block.rank_count, row_end);
+    for (const Part& part : layout_.a_parts(block)) {
+      const std::uint32_t begin = std::max(part.begin, segment.column_begin);
+      const std::uint32_t end = std::min(part.begin + part.length, column_end);
+      if (first < last && begin < end) {
+        fits &= copies.transpose(
+            segment.at + (first - segment.row_begin) * matrix.stride_bytes +
+                (begin - segment.column_begin) * element,
+            matrix.stride_bytes, matrix.dtype, part,
+            std::size_t{begin - part.begin} * block.rank_count + (first - block.rank_begin),
+            block.rank_count, last - first, end - begin);
+      }
+    }
+  }
+  return fits;
+}
+
 void ScatterPlan::list_b(const Segment& segment, Copies& copies) const {
   const Matrix& matrix = *segment.matrix;
   const std::size_t element = element_bytes(matrix.dtype);
@@ -260,12 +321,27 @@ void ScatterPlan::list_b(const Segment& segment, Copies& copies) const {
   }
 }
 
+void ScatterPlan::list_vector(const Segment& segment, Copies& copies) const {
+  const Matrix& matrix = *segment.matrix;
+  const std::size_t element = element_bytes(matrix.dtype);
+  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
+  for (const Part& part : matrix.kind == Kind::bias ? layout_.bias_parts(matrix.row)
+                                                    : layout_.dora_scale_parts(matrix.row)) {
+    const std::uint32_t begin = std::max(part.begin, segment.column_begin);
+    const std::uint32_t end = std::min(part.begin + part.length, column_end);
+    if (begin < end) {
+      copies.add(segment.at + (begin - segment.column_begin) * element, matrix.stride_bytes, part,
+                 begin - part.begin, 1, end - begin);
+    }
+  }
+}
+
 void ScatterPlan::refuse_overflow(const Matrix& matrix) const {
-  throw AdapterFormatError(
-      plan_.source()->description(),
-      config_.module(plan_.rows()[matrix.row].module).name + (matrix.is_b ? ".lora_B" : ".lora_A"),
-      "a value is beyond the range of the cache's float16; use "
-      "dtype=\"bfloat16\" or \"float32\" for the cache");
+  throw AdapterFormatError(plan_.source()->description(),
+                           config_.module(plan_.rows()[matrix.row].module).name +
+                               (matrix.kind == Kind::b ? ".lora_B" : ".lora_A"),
+                           "a value is beyond the range of the cache's float16; use "
+                           "dtype=\"bfloat16\" or \"float32\" for the cache");
 }
 
 }  // namespace pagedlora

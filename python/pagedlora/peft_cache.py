@@ -17,12 +17,11 @@ from pagedlora.config import PeftCacheConfig
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.memory import available_memory_bytes
 from pagedlora.requests import PeftRequest
-from pagedlora.task_rows import join_rows
+from pagedlora.task_rows import GatheredRow, join_rows
 
 if TYPE_CHECKING:
-    import torch
-
     from pagedlora.adapter_weights import AdapterWeights
+    from pagedlora.task_rows import ModuleWeights
 
 Tier = Literal["host", "device"]
 AdapterState = Literal["waiting", "loading", "ready", "failed"]
@@ -344,9 +343,7 @@ class PeftCacheManager:
         """Task id to the ids of its paused requests; no empty sets."""
         return self._core.paused_tasks()
 
-    def task_weights(
-        self, task_id: int, tier: Tier = "device"
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def task_weights(self, task_id: int, tier: Tier = "device") -> dict[str, ModuleWeights]:
         """A resident task's matrices, put together from its pages.
 
         Args:
@@ -356,7 +353,9 @@ class PeftCacheManager:
         Returns:
             Module name to (A [rank, in_features], B [out_features, rank]) in the cache's dtype;
             the scale is not applied. Rows for slices of a module stand one behind the other along
-            the ranks, with zeros outside their slices.
+            the ranks, with zeros outside their slices. With DoRA a third tensor is its scale
+            [out_features], with a bias a fourth is that (and the third None without DoRA), in
+            float32. An embedding's in_features are its vocabulary.
 
         Raises:
             PeftTaskNotCachedError: The task is not resident in that tier.
@@ -364,14 +363,9 @@ class PeftCacheManager:
         import torch
 
         dtype = getattr(torch, self._model_config.dtype.name)
-        gathered: list[tuple[_core.RowShape, torch.Tensor, torch.Tensor]] = []
-        for row in self._core.task_rows(task_id, tier):
-            a = torch.empty(row.rank, row.in_slice[1], dtype=dtype)
-            b = torch.empty(row.out_slice[1], row.rank, dtype=dtype)
-            gathered.append((row, a, b))
-        targets = [(row, a.data_ptr(), b.data_ptr()) for row, a, b in gathered]
-        self._core.gather_rows(task_id, tier, targets)
-        return join_rows(self._model_config, gathered)
+        rows = [GatheredRow.empty(row, dtype) for row in self._core.task_rows(task_id, tier)]
+        self._core.gather_rows(task_id, tier, [row.addresses for row in rows])
+        return join_rows(self._model_config, rows)
 
     @property
     def stats(self) -> _core.PeftCacheStats:

@@ -84,6 +84,8 @@ class Adapter {
     std::vector<float> b;  // [out, rank]
     std::uint32_t in_offset = 0;
     std::uint32_t out_offset = 0;
+    std::vector<float> bias = {};        // [out], or empty
+    std::vector<float> dora_scale = {};  // [out], or empty
   };
 
   std::vector<Row> rows;
@@ -122,7 +124,20 @@ class Adapter {
         }
       }
     }
+    weights.bias = fill_vector(layout_.bias_parts(row), 0.0F, rng);
+    weights.dora_scale = fill_vector(layout_.dora_scale_parts(row), 1.5F, rng);
     rows.push_back(std::move(weights));
+  }
+
+  std::vector<float> fill_vector(std::span<const Part> parts, float around, Rng& rng) {
+    std::vector<float> values;
+    for (const Part& part : parts) {
+      for (std::uint32_t i = 0; i < part.length; ++i) {
+        values.push_back(around + uniform(rng));
+        std::memcpy(pages().address(part.at) + i * sizeof(float), &values.back(), sizeof(float));
+      }
+    }
+    return values;
   }
 
   float put(const Part& part, std::size_t index, Rng& rng) {
@@ -203,9 +218,10 @@ class Matrix {
 };
 
 inline void apply(LoraOperator& lora, const LoraBatch& batch, std::uint32_t module, Matrix& x,
-                  Matrix& y) {
+                  Matrix& y, Matrix* base_bias = nullptr) {
   lora.apply(batch, ModuleIndex{module},
-             {x.data(), y.data(), x.stride(), y.stride(), x.rows(), x.dtype()});
+             {x.data(), y.data(), x.stride(), y.stride(), x.rows(), x.dtype(),
+              base_bias == nullptr ? nullptr : base_bias->data()});
 }
 
 inline LoraBatch batch_of(std::vector<LoraBatch::Segment> segments) { return LoraBatch(segments); }

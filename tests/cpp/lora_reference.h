@@ -10,10 +10,14 @@
 
 namespace pagedlora::testing_support {
 
+// Of biases and DoRA scales, beside those of the products.
+inline constexpr double kCombineRoundings = 6;
+
 // How many elements of `after` are further from the exact y += LoRA(x) of all the adapter's rows for
 // the module than rounding explains. Every row may round y once.
 inline int num_wrong_of_module(Isa isa, const Adapter& adapter, ModuleIndex module, const Matrix& x,
-                               const Matrix& before, const Matrix& after) {
+                               const Matrix& before, const Matrix& after,
+                               const Matrix* base_bias = nullptr) {
   const auto [first_row, end_row] = adapter.layout().rows_of(module);
   int wrong = 0;
   for (std::uint32_t token = 0; token < x.rows(); ++token) {
@@ -40,10 +44,21 @@ inline int num_wrong_of_module(Isa isa, const Adapter& adapter, ModuleIndex modu
             sum_magnitude += std::abs(term);
           }
         }
+        if (!weights.bias.empty()) {
+          sum += scale * weights.bias[o];
+          sum_magnitude += std::abs(scale * weights.bias[o]);
+        }
         const std::uint32_t at = weights.out_offset + o;
+        if (!weights.dora_scale.empty()) {
+          const double g = weights.dora_scale[o];
+          const double bias = base_bias == nullptr ? 0.0 : base_bias->get(0, at);
+          sum = (g - 1) * (exact[at] - bias) + g * sum;
+          sum_magnitude =
+              (std::abs(g) + 1) * (magnitude[at] + std::abs(bias)) + std::abs(g) * sum_magnitude;
+        }
         exact[at] += sum;
         magnitude[at] += sum_magnitude;
-        allowed[at] += bound * magnitude[at];
+        allowed[at] += (bound + kCombineRoundings * 0x1p-24) * magnitude[at];
         if (x.dtype() != Dtype::float32) {
           allowed[at] += unit_roundoff(x.dtype()) * magnitude[at] * 1.01 + 0x1p-25;
         }

@@ -58,6 +58,8 @@ def apply_rows(
     module: int,
     x: torch.Tensor,
     y: torch.Tensor,
+    *,
+    base_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What the operator makes of a copy of y."""
     y = y.clone()
@@ -70,5 +72,6 @@ def apply_rows(
         x.stride(0),
         y.stride(0),
         Dtype.float32,
+        0 if base_bias is None else base_bias.data_ptr(),
     )
     return y

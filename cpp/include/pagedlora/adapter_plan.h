@@ -24,8 +24,21 @@ struct PlannedMatrix {
   std::uint32_t row_stride = 0;  // elements between the starts of rows; 0: they lie back to back
 };
 
-// A [rank, in_length] and B [out_length, rank] of a module, or of a slice of it:
-//   y[out_offset : out_offset + out_length] += scale * B (A x[in_offset : in_offset + in_length])
+// A vector in the source; by default there is none.
+struct PlannedVector {
+  static constexpr std::uint64_t kNone = ~std::uint64_t{0};
+
+  std::uint64_t offset = kNone;  // in bytes
+  Dtype dtype = Dtype::float32;
+
+  bool is_there() const { return offset != kNone; }
+};
+
+// A [rank, in.length] and B [out.length, rank] of a module, or of a slice of it, with what belongs to
+// them. With y and x for the slices of the module's output and input, and base_bias the module's own:
+//   delta = scale * (B A x + bias)             A[:, x] instead of A x for an embedding
+//   y += delta                                                  without dora_scale
+//   y += (dora_scale - 1) * (y - base_bias) + dora_scale * delta          with it
 // Rows of one module add up.
 struct PlannedRow {
   ModuleIndex module;
@@ -35,6 +48,9 @@ struct PlannedRow {
   float scale = 1.0F;    // multiplies B A x; stored apart from the weights
   FeatureRange in = {};  // length 0 means: to the module's end
   FeatureRange out = {};
+  PlannedVector bias = {};               // [out.length]
+  PlannedVector dora_scale = {};         // [out.length], float32: the magnitude over the norm of W
+  ModuleKind kind = ModuleKind::linear;  // of the module; filled in by AdapterPlan
 };
 
 class AdapterPlan {
@@ -42,7 +58,8 @@ class AdapterPlan {
   // Sorts the rows by module and slice, and writes out the lengths of slices. Throws
   // InvalidArgumentError for no rows, an unknown module, a slice beyond a module, two rows for the
   // same inputs and outputs, a rank outside 1..config.max_lora_rank(), a scale that is not finite,
-  // rows of a matrix that overlap, or a matrix beyond the end of the source.
+  // rows of a matrix that overlap, a matrix or vector beyond the end of the source, or a row with a
+  // dora_scale that shares outputs with another row.
   AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> rows,
               std::shared_ptr<const TensorSource> source);
 

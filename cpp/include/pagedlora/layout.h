@@ -8,6 +8,11 @@
 //     row of rank 19            block 0 (ranks 0-7)    block 1 (ranks 8-15)   block 2 (ranks 16-18)
 //     A [19, in], B [out, 19]   A [8, in] B [out, 8]   A [8, in] B [out, 8]   A [3, in] B [out, 3]
 //
+// A of an embedding is stored as [in, rank_count], so that a token's column lies in one piece.
+//
+// A row may also have a bias and a DoRA scale [out]: parts behind its blocks, always of float32. They
+// are less than a hundredth of the row, and a DoRA scale multiplies the whole output of the module.
+//
 // A part over max_part_bytes is tiled: A along in (a tile is [rank_count, length]), B along out
 // (a tile is [length, rank_count]). Every part lies inside one page at a multiple of kSlotBytes.
 // Parts are placed first fit, in module order, A before B; the two need not share a page.
@@ -29,6 +34,10 @@
 #include "pagedlora/lora_module.h"
 
 namespace pagedlora {
+
+namespace internal {
+class FirstFit;
+}
 
 inline constexpr std::size_t kSlotBytes = 64;
 inline constexpr std::uint32_t kMaxBlockRanks = 8;
@@ -55,12 +64,15 @@ struct RowShape {
   std::uint32_t rank = 0;
   FeatureRange in = {};  // length 0 means: to the module's end
   FeatureRange out = {};
+  bool has_bias = false;
+  bool has_dora_scale = false;
+  ModuleKind kind = ModuleKind::linear;  // of the module; filled in by Layout
 
   friend bool operator==(const RowShape&, const RowShape&) = default;
 };
 
-// Throws InvalidArgumentError if two rows of one module change the same weights of it. The rows are
-// sorted by module, with the lengths written out.
+// Throws InvalidArgumentError if two rows of one module change the same weights of it, or one of them
+// with a DoRA scale the same outputs. The rows are sorted by module, with the lengths written out.
 void check_slices(const LoraModelConfig& config, std::span<const RowShape> rows);
 
 struct LayoutParams {
@@ -79,7 +91,8 @@ struct PartLocation {
   std::uint32_t slot = 0;  // offset in the page, in units of kSlotBytes
 };
 
-// A tile of a block's A (begin and length count the row's input features) or B (output features).
+// A tile of a block's A (begin and length count the row's input features), or of B, a bias or a DoRA
+// scale (output features).
 struct Part {
   std::uint32_t begin = 0;
   std::uint32_t length = 0;
@@ -122,17 +135,30 @@ class Layout {
   std::span<const Block> blocks_of_row(std::uint32_t row) const;
   std::span<const Part> a_parts(const Block& block) const;
   std::span<const Part> b_parts(const Block& block) const;
+  std::span<const Part> bias_parts(std::uint32_t row) const;  // none: it has no bias
+  std::span<const Part> dora_scale_parts(std::uint32_t row) const;
+  bool has_dora_scales() const { return has_dora_scales_; }  // any of its rows
 
   // Bytes of memory this object holds.
   std::size_t memory_bytes() const;
 
  private:
+  struct VectorParts {
+    std::uint32_t first = 0;  // bias parts first, then those of the DoRA scale, in parts_
+    std::uint32_t num_bias = 0;
+    std::uint32_t num_dora_scale = 0;
+  };
+
+  void place_vectors(std::uint32_t row, internal::FirstFit& pages);
+
   std::vector<RowShape> rows_;
   LayoutParams params_;
   std::vector<Block> blocks_;
   std::vector<std::uint32_t> first_block_of_row_;  // rows_.size() + 1 entries
   std::vector<Part> parts_;
   std::vector<std::uint32_t> first_row_of_module_;  // number of modules + 1 entries
+  std::vector<VectorParts> vectors_of_row_;         // empty if no row has any
+  bool has_dora_scales_ = false;
   std::uint32_t num_pages_ = 0;
   std::size_t payload_bytes_ = 0;
 };

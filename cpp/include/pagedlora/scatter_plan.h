@@ -69,11 +69,12 @@ class ScatterPlan {
   static constexpr std::size_t kAllChunks = std::numeric_limits<std::size_t>::max();
 
  private:
-  // A matrix of the source: A [rank, in] or B [out, rank], row-major.
+  enum class Kind : std::uint8_t { a, b, bias, dora_scale };
+  // A matrix of the source, row-major: A [rank, in], B [out, rank], a vector [1, out].
   struct Matrix {
     std::uint64_t offset;
     std::uint32_t row;  // of the layout
-    bool is_b;
+    Kind kind;
     Dtype dtype;
     std::uint32_t height;
     std::uint32_t width;
@@ -96,11 +97,14 @@ class ScatterPlan {
   class WindowBuilder;
   class Copies;
 
-  void add(std::uint32_t row, bool is_b, const PlannedMatrix& matrix, std::uint32_t height,
+  void add(std::uint32_t row, Kind kind, const PlannedMatrix& matrix, std::uint32_t height,
            std::uint32_t width);
+  void add(std::uint32_t row, Kind kind, const PlannedVector& vector, std::uint32_t length);
   void write(const Window& window, Copies& copies) const;
   void list_a(const Segment& segment, Copies& copies) const;
   void list_b(const Segment& segment, Copies& copies) const;
+  void list_vector(const Segment& segment, Copies& copies) const;
+  bool transpose_a(const Segment& segment, const Copies& copies) const;
   [[noreturn]] void refuse_overflow(const Matrix& matrix) const;
 
   const LoraModelConfig& config_;

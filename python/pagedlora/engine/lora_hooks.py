@@ -18,6 +18,7 @@ from pagedlora import _core
 from pagedlora.engine.dtypes import to_core_dtype
 from pagedlora.engine.step import StepBatch
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.model_config import describe_module
 
 
 class RowMap:
@@ -26,13 +27,15 @@ class RowMap:
     Attributes:
         batch: The native table; None while no row uses an adapter, and between steps.
         num_rows: Rows that the table describes.
+        needs_bias: Whether any adapter has DoRA, which needs the modules' own biases.
     """
 
-    __slots__ = ("batch", "num_rows")
+    __slots__ = ("batch", "needs_bias", "num_rows")
 
     def __init__(self) -> None:
         self.batch: _core.LoraBatch | None = None
         self.num_rows = 0
+        self.needs_bias = False
 
     def set(self, lease: Any, segments: list[tuple[int | None, int]]) -> None:
         """Describes a step.
@@ -43,14 +46,15 @@ class RowMap:
         """
         self.num_rows = sum(rows for _, rows in segments)
         self.batch = _core.LoraBatch(lease, segments) if self.num_rows else None
+        self.needs_bias = self.batch is not None and self.batch.has_dora_scales
 
     def clear(self) -> None:
         """Ends the step."""
         self.batch = None
 
 
-class _ModuleHook:
-    """The forward hook of one module."""
+class _Hook:
+    """What the forward hooks of all kinds of modules share."""
 
     __slots__ = (
         "_core_dtype",
@@ -76,6 +80,37 @@ class _ModuleHook:
         self._dtype = torch.float32
         self._core_dtype = to_core_dtype(torch.float32)
 
+    def _input(
+        self, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        given = args[0] if args else kwargs.get("input")
+        if given is None:
+            raise UnsupportedModelError(
+                f"module '{self._name}' was called without its input as first argument or as "
+                "'input'. Leave the module out of the target modules"
+            )
+        return given
+
+    def _check_rows(self, num_rows: int, num_inputs: int, needed_inputs: int) -> None:
+        if num_rows != self._row_map.num_rows or num_inputs != needed_inputs:
+            raise UnsupportedModelError(
+                f"module '{self._name}' was called with {num_rows} rows where the step has "
+                f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
+                "Leave the module out of the target modules"
+            )
+
+    def _name_dtype(self, dtype: torch.dtype) -> _core.Dtype:
+        if dtype is not self._dtype:
+            self._core_dtype = to_core_dtype(dtype)
+            self._dtype = dtype
+        return self._core_dtype
+
+
+class _LinearHook(_Hook):
+    """The forward hook of a linear module."""
+
+    __slots__ = ()
+
     def __call__(
         self,
         module: nn.Module,
@@ -86,30 +121,17 @@ class _ModuleHook:
         batch = self._row_map.batch
         if batch is None:
             return None
-        given = args[0] if args else kwargs.get("input")
-        if given is None:
-            raise UnsupportedModelError(
-                f"module '{self._name}' was called without its input as first argument or as "
-                "'input'. Leave the module out of the target modules"
-            )
-        x = given.contiguous()
+        x = self._input(args, kwargs).contiguous()
         y = output.contiguous()
         num_rows = y.numel() // self._out_features
-        if num_rows != self._row_map.num_rows or x.numel() != num_rows * self._in_features:
-            raise UnsupportedModelError(
-                f"module '{self._name}' was called with {num_rows} rows where the step has "
-                f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
-                "Leave the module out of the target modules"
-            )
+        self._check_rows(num_rows, x.numel(), num_rows * self._in_features)
         dtype = y.dtype
         if x.dtype != dtype:
             raise UnsupportedModelError(
                 f"module '{self._name}' takes {x.dtype} and returns {dtype}; adapters need one "
                 "dtype"
             )
-        if dtype is not self._dtype:
-            self._core_dtype = to_core_dtype(dtype)
-            self._dtype = dtype
+        bias = _bias(module, dtype) if self._row_map.needs_bias else None
         self._operator.apply(
             batch,
             self._index,
@@ -118,10 +140,49 @@ class _ModuleHook:
             num_rows,
             self._in_features,
             self._out_features,
-            self._core_dtype,
+            self._name_dtype(dtype),
+            0 if bias is None else bias.data_ptr(),
         )
         # A strided output was copied: the copy, with the adapters added, takes its place.
         return None if y is output else y
+
+
+class _EmbeddingHook(_Hook):
+    """The forward hook of an embedding."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, torch.Tensor],
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        batch = self._row_map.batch
+        if batch is None:
+            return None
+        token_ids = self._input(args, kwargs).to(torch.int64).contiguous()
+        y = output.contiguous()
+        num_rows = y.numel() // self._out_features
+        self._check_rows(num_rows, token_ids.numel(), num_rows)
+        self._operator.apply_embedding(
+            batch,
+            self._index,
+            token_ids.data_ptr(),
+            y.data_ptr(),
+            num_rows,
+            self._out_features,
+            self._name_dtype(y.dtype),
+            # Some embeddings scale what they look up, and PEFT what it adds (`embed_scale`).
+            float(getattr(module, "embed_scale", 1.0)),
+        )
+        return None if y is output else y
+
+
+def _bias(module: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
+    bias: torch.Tensor | None = getattr(module, "bias", None)
+    return None if bias is None else bias.detach().to(dtype).contiguous()
 
 
 class LoraHooks:
@@ -150,14 +211,16 @@ class LoraHooks:
             model, "get_output_embeddings", lambda: None
         )
         output_embeddings = get_output_embeddings()
-        sites: list[tuple[nn.Module, _ModuleHook]] = []
+        sites: list[tuple[nn.Module, _LinearHook | _EmbeddingHook]] = []
         self._has_output_site = False
         for index, spec in enumerate(config.modules):
             module = _find_module(model, spec)
             is_output = module is output_embeddings
             self._has_output_site |= is_output
             row_map = self._sampled_rows if is_output else self._all_rows
-            sites.append((module, _ModuleHook(self._operator, spec, index, row_map)))
+            is_embedding = isinstance(module, nn.Embedding)
+            hook = _EmbeddingHook if is_embedding else _LinearHook
+            sites.append((module, hook(self._operator, spec, index, row_map)))
         self._handles = [
             module.register_forward_hook(hook, with_kwargs=True) for module, hook in sites
         ]
@@ -206,10 +269,11 @@ def _find_module(model: nn.Module, spec: _core.LoraModule) -> nn.Module:
         module: nn.Module = model.get_submodule(spec.name)
     except AttributeError as error:
         raise InvalidArgumentError(f"the model has no module '{spec.name}'") from error
-    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-    if sizes != (spec.in_features, spec.out_features):
+    found = describe_module(spec.name, module)
+    sizes = (spec.in_features, spec.out_features)
+    if found is None or (found.in_features, found.out_features) != sizes or found.kind != spec.kind:
+        what = "no linear module or embedding" if found is None else repr(found)
         raise InvalidArgumentError(
-            f"module '{spec.name}' has in and out features {sizes}, the configuration says "
-            f"{(spec.in_features, spec.out_features)}"
+            f"module '{spec.name}' of the model is {what}, the configuration says {spec!r}"
         )
     return module
