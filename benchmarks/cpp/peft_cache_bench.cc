@@ -8,7 +8,7 @@
 //
 // Rounds are interleaved; medians of the thread's CPU time are printed as lines of JSON.
 //
-// Usage: peft_cache_bench [rounds]
+// Usage: peft_cache_bench [rounds] [the one benchmark to run]
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -19,6 +19,7 @@
 #include <mutex>
 #include <new>
 #include <random>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -211,7 +212,6 @@ void bench_ensure_batch(int rounds) {
         500, [&](std::size_t /*i*/) { fleet.manager().ensure_batch(batch)->close(); }));
     allocated += allocations - before;
   }
-  // The vector of times may grow beside it.
   std::printf(
       "{\"benchmark\": \"ensure_batch\", \"requests\": %zu, \"ns\": %.0f, "
       "\"allocations_per_call\": %.3f}\n",
@@ -224,12 +224,19 @@ void bench_ensure_batch(int rounds) {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 15;
-  for (const std::size_t num_tasks : {10'000U, 1'000'000U}) {
-    pagedlora::bench_touch_done(num_tasks, rounds);
+  const auto is_wanted = [&](std::string_view name) { return argc < 3 || name == argv[2]; };
+  if (is_wanted("touch_done")) {
+    for (const std::size_t num_tasks : {10'000U, 1'000'000U}) {
+      pagedlora::bench_touch_done(num_tasks, rounds);
+    }
   }
-  for (const std::size_t num_tasks : {100U, 1'000U, 10'000U, 100'000U, 1'000'000U}) {
-    pagedlora::bench_evict_admit(num_tasks, rounds);
+  if (is_wanted("evict_admit")) {
+    for (const std::size_t num_tasks : {100U, 1'000U, 10'000U, 100'000U, 1'000'000U}) {
+      pagedlora::bench_evict_admit(num_tasks, rounds);
+    }
   }
-  pagedlora::bench_ensure_batch(rounds);
+  if (is_wanted("ensure_batch")) {
+    pagedlora::bench_ensure_batch(rounds);
+  }
   return 0;
 }

@@ -1,59 +1,50 @@
 // A fast checksum of bytes that pass through the cache: tells whether a source still holds what it
 // held at its first read. No protection against an attacker.
 //
-// Eight lanes of multiply and xor, so that it runs at the speed of the second-level cache. Any
-// change within one word changes it: every step is a bijection of its lane.
+// In the manner of Fletcher's: in each of eight lanes the sum of the words, and the sum of those
+// sums, in which a word counts as often as lines follow it; both modulo 2^64. So any change within
+// one word changes it, and of two words only one that leaves the low 52 bits of both as they are
+// could not. A word's high bits are spread first: else the sign of every other float32 would move
+// nothing but the top bit of a sum, and an even number of them nothing at all.
 //
-// Thread-compatible.
+// Every instruction set gives the same value. Thread-compatible.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <span>
+
+#include "pagedlora/cpu_features.h"
 
 namespace pagedlora::internal {
 
+inline constexpr std::size_t kChecksumLanes = 8;
+inline constexpr std::size_t kChecksumLineBytes = kChecksumLanes * sizeof(std::uint64_t);
+
+struct ChecksumSums {
+  std::uint64_t sums[kChecksumLanes] = {};      // of all words
+  std::uint64_t weighted[kChecksumLanes] = {};  // of all words, each as often as lines follow it
+};
+
+// Adds whole lines.
+using ChecksumKernel = void (*)(const std::byte* from, std::size_t num_lines, ChecksumSums& into);
+
 class Checksum {
  public:
-  // Depends on the pieces in which the bytes are given.
-  void update(std::span<const std::byte> bytes) {
-    std::size_t at = 0;
-    for (; at + kLanes * kWordBytes <= bytes.size(); at += kLanes * kWordBytes) {
-      for (std::size_t lane = 0; lane < kLanes; ++lane) {
-        absorb(lane, bytes.data() + at + lane * kWordBytes, kWordBytes);
-      }
-    }
-    for (std::size_t lane = 0; at < bytes.size(); ++lane) {
-      const std::size_t left = bytes.size() - at < kWordBytes ? bytes.size() - at : kWordBytes;
-      absorb(lane, bytes.data() + at, left);
-      at += left;
-    }
-    lanes_[0] = (lanes_[0] ^ bytes.size()) * kFactor;
-  }
+  explicit Checksum(Isa isa = default_isa());  // one that this processor runs
 
-  std::uint64_t value() const {
-    std::uint64_t sum = 0;
-    for (const std::uint64_t lane : lanes_) {
-      sum = std::rotl((sum ^ lane ^ (lane >> 32)) * kFactor, 29);
-    }
-    return sum;
-  }
+  // Depends on the pieces in which the bytes are given.
+  void update(std::span<const std::byte> bytes);
+  std::uint64_t value() const;
 
  private:
-  static constexpr std::size_t kLanes = 8;
-  static constexpr std::size_t kWordBytes = 8;
-  static constexpr std::uint64_t kFactor = 0x9E3779B97F4A7C15;  // odd: multiplying loses nothing
-
-  void absorb(std::size_t lane, const std::byte* from, std::size_t bytes) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, from, bytes);
-    const std::uint64_t mixed = (lanes_[lane] ^ word) * kFactor;
-    lanes_[lane] = mixed ^ (mixed >> 47);
-  }
-
-  std::uint64_t lanes_[kLanes] = {1, 2, 3, 4, 5, 6, 7, 8};
+  ChecksumKernel kernel_;
+  ChecksumSums sums_;
 };
+
+void portable_checksum_kernel(const std::byte* from, std::size_t num_lines, ChecksumSums& into);
+#if defined(PAGEDLORA_HAVE_AVX2)
+void avx2_checksum_kernel(const std::byte* from, std::size_t num_lines, ChecksumSums& into);
+#endif
 
 }  // namespace pagedlora::internal
