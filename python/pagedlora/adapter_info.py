@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
+from pagedlora.loaders.coverage import CoverageReport
 from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
+from pagedlora.loaders.load_options import LoadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class AdapterReport:
         dtypes: Types of the stored tensors.
         parameters: Numbers in the tensors.
         bytes_on_disk: Size of the weights file.
+        settings: The fields of its configuration that decide the answers.
+        ignored: What was ignored, and why; with strict=False only.
     """
 
     path: str
@@ -29,6 +34,8 @@ class AdapterReport:
     dtypes: list[str]
     parameters: int
     bytes_on_disk: int
+    settings: dict[str, Any]
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class AdapterInfo:
         generation: Digest of its content, in hexadecimal; None until the content was read.
         ranks: Module name to rank.
         scales: Module name to the factor of B A x.
+        report: What became of its tensors and of its configuration.
         num_pages: Pages it takes in either tier.
         bytes: Those pages in bytes.
         tiers: The tiers that hold it now: "host", "device".
@@ -57,6 +65,7 @@ class AdapterInfo:
     generation: str | None
     ranks: dict[str, int]
     scales: dict[str, float]
+    report: CoverageReport
     num_pages: int
     bytes: int
     tiers: tuple[str, ...]
@@ -64,24 +73,33 @@ class AdapterInfo:
     owners: frozenset[int]
 
 
-def probe_adapter(path: str | os.PathLike[str]) -> AdapterReport:
+def probe_adapter(
+    path: str | os.PathLike[str], *, strict: bool = True, allow_pickle: bool = False
+) -> AdapterReport:
     """What an adapter's files say; checks everything that needs no model.
+
+    Args:
+        path: A PEFT directory.
+        strict: As in `LoraManager`.
+        allow_pickle: As in `LoraManager`.
 
     Raises:
         PagedLoraError: As `LoraManager.register`, but for what depends on a model.
     """
-    return _report(open_peft_directory(path))
+    return _report(open_peft_directory(path, LoadOptions(strict=strict, allow_pickle=allow_pickle)))
 
 
 def _report(adapter: PeftDirectory) -> AdapterReport:
     modules = adapter.tensors.modules
-    tensors = [tensor for pair in modules.values() for tensor in pair]
+    tensors = [tensor for module in modules.values() for tensor in module.pair]
     return AdapterReport(
         path=adapter.path,
-        ranks={name: pair.rank for name, pair in modules.items()},
-        scales=dict.fromkeys(modules, adapter.config.scale),
+        ranks={name: module.pair.rank for name, module in modules.items()},
+        scales={name: module.scale for name, module in modules.items()},
         num_tensors=adapter.tensors.num_tensors,
         dtypes=sorted({tensor.dtype for tensor in tensors}),
         parameters=sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors),
         bytes_on_disk=adapter.source.size_bytes,
+        settings=adapter.config.settings(),
+        ignored=adapter.tensors.notes,
     )

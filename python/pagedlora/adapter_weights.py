@@ -13,13 +13,16 @@ from pagedlora.loaders.packed import unpack
 from pagedlora.loaders.peft_config import parse_peft_config
 from pagedlora.loaders.rows import (
     TORCH_DTYPES,
+    AdapterModule,
     AdapterTensors,
     MatrixPair,
     StoredTensor,
-    canonical_name,
+    bind,
     make_rows,
     pair_tensors,
 )
+from pagedlora.loaders.tensor_names import canonical_name
+from pagedlora.loaders.values import ValueCheck
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +39,10 @@ class AdapterWeights:
     a request answers.
     """
 
-    def __init__(
-        self, buffer: bytearray, tensors: AdapterTensors, scale: float, digest: str
-    ) -> None:
+    def __init__(self, buffer: bytearray, tensors: AdapterTensors, digest: str) -> None:
         """Use `from_tensors` or `from_packed`."""
         self._buffer = buffer
         self._tensors = tensors
-        self._scale = scale
         self._digest = digest
         self._carried: tuple[_core.LoraModelConfig, _core.CarriedWeights] | None = None
 
@@ -61,13 +61,14 @@ class AdapterWeights:
             The weights.
 
         Raises:
-            AdapterFormatError: A tensor is missing, or of an impossible shape or type.
+            AdapterFormatError: A tensor is missing, or of an impossible shape or type, or has
+                values that are NaN or infinite.
             UnsupportedAdapterError: The configuration asks for more than plain LoRA.
         """
         parsed = parse_peft_config(config, _DESCRIPTION)
         buffer, packed = _pack(tensors)
         pairs = pair_tensors(packed, parsed, _DESCRIPTION)
-        return cls(buffer, pairs, parsed.scale, _digest(buffer, pairs, parsed.scale))
+        return cls(buffer, pairs, _digest(buffer, pairs, ValueCheck(_DESCRIPTION, None)))
 
     @classmethod
     def from_packed(
@@ -111,10 +112,12 @@ class AdapterWeights:
             }
         )
         stored = {tensor.name: tensor for tensor in packed}
-        modules = {module: MatrixPair(stored[a], stored[b]) for module, (a, b) in names.items()}
+        modules = {
+            module: AdapterModule(module, MatrixPair(stored[a], stored[b]), _FOLDED_SCALE)
+            for module, (a, b) in names.items()
+        }
         tensors = AdapterTensors(modules, len(packed))
-        digest = _digest(buffer, tensors, _FOLDED_SCALE)
-        return cls(buffer, tensors, _FOLDED_SCALE, digest)
+        return cls(buffer, tensors, _digest(buffer, tensors))
 
     @property
     def digest(self) -> str:
@@ -130,16 +133,18 @@ class AdapterWeights:
         """
         if self._carried is None or self._carried[0] is not model_config:
             source = _core.make_memory_source(self._buffer, _DESCRIPTION)
-            rows = make_rows(self._tensors, ModuleTable(model_config), self._scale, _DESCRIPTION)
-            plan = _core.AdapterPlan(model_config, rows, source)
+            adapter = bind(self._tensors, ModuleTable(model_config), _DESCRIPTION)
+            plan = _core.AdapterPlan(model_config, make_rows(adapter.modules), source)
             self._carried = (model_config, _core.CarriedWeights(plan, self._digest))
         return self._carried[1]
 
 
-def _digest(buffer: bytearray, tensors: AdapterTensors, scale: float) -> str:
+def _digest(buffer: bytearray, tensors: AdapterTensors, check: ValueCheck | None = None) -> str:
     view = memoryview(buffer)
-    modules = (ModuleContent(name, scale, pair) for name, pair in tensors.modules.items())
-    return content_digest(modules, lambda offset, size: (view[offset : offset + size],))
+    modules = (
+        ModuleContent(name, module.scale, module.pair) for name, module in tensors.modules.items()
+    )
+    return content_digest(modules, lambda offset, size: (view[offset : offset + size],), check)
 
 
 def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTensor]]:

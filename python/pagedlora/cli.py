@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pagedlora.errors import InvalidArgumentError, PagedLoraError
-from pagedlora.sizes import format_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,34 +46,53 @@ def doctor() -> None:
 
 @app.command()
 def probe(
-    path: Annotated[Path, typer.Argument(help="Directory of a PEFT adapter.")],
+    path: Annotated[
+        Path, typer.Argument(help="Directory of a PEFT adapter, or of such directories.")
+    ],
     model: Annotated[
-        str | None, typer.Option(help="Base model (directory or hub id) it must fit.")
+        str | None, typer.Option(help="Base model (directory or hub id) that they must fit.")
     ] = None,
+    max_lora_rank: Annotated[
+        int | None, typer.Option(help="Largest rank that loads; by default any.", min=1)
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Refuse unknown fields, and patterns that match nothing.")
+    ] = True,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read adapter_model.bin, too.")
+    ] = False,
 ) -> None:
-    """Show what an adapter holds and whether it can be used, without loading its weights."""
-    from pagedlora.lora_manager import probe_adapter
+    """Show what adapters hold and whether they would load, without loading their weights.
 
+    Exits with 0 if all would load, with 1 if some are refused.
+    """
+    from pagedlora.probe_command import (
+        ProbeOptions,
+        find_adapters,
+        print_many,
+        print_one,
+        probe_all,
+    )
+
+    console = Console()
+    paths = find_adapters(path)
     try:
-        report = probe_adapter(path)
-        if model is not None:
-            _check_fit(path, model, max(report.ranks.values()))
+        verdicts = list(
+            probe_all(
+                paths,
+                None if model is None else _skeleton(model),
+                ProbeOptions(max_lora_rank, strict, allow_pickle),
+            )
+        )
     except PagedLoraError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    console = Console()
-    # What files say is text, never markup.
-    console.print(Text.assemble((path.resolve().name, "bold"), f"  {report.path}"))
-    console.print(
-        f"{report.parameters:,} parameters in {report.num_tensors} tensors of "
-        f"{', '.join(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
-        highlight=False,
-        markup=False,
-    )
-    table = Table("module", "rank", "scale")
-    for module, rank in report.ranks.items():
-        table.add_row(Text(module), str(rank), f"{report.scales[module]:g}")
-    console.print(table)
+    if paths != [path]:
+        raise typer.Exit(1 if print_many(verdicts, console) else 0)
+    if verdicts[0].error is not None:
+        typer.echo(f"error: {verdicts[0].error}", err=True)
+        raise typer.Exit(1)
+    print_one(verdicts[0], console)
 
 
 @app.command()
@@ -164,28 +182,6 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     if not found:
         raise InvalidArgumentError("there is no prompt: give --prompt TEXT or --prompts FILE")
     return found
-
-
-def _check_fit(path: Path, model: str, max_rank: int) -> None:
-    """Registers the adapter with a model's modules; raises PagedLoraError if it does not fit.
-
-    The model is built without memory for its weights.
-    """
-    from pagedlora.config import PeftCacheConfig
-    from pagedlora.lora_manager import LoraManager
-    from pagedlora.model_config import LoraModelConfig
-    from pagedlora.peft_cache import PeftCacheManager
-
-    skeleton = _skeleton(model)
-    config = LoraModelConfig.from_module(skeleton, "all-linear", max_lora_rank=max_rank)
-    # Nothing is loaded: the tiers need only exist.
-    cache = PeftCacheManager(
-        config, PeftCacheConfig(host_cache_size=2**24, device_cache_size=2**24), device="cpu"
-    )
-    try:
-        LoraManager(config, cache).register("the adapter", path)
-    finally:
-        cache.close()
 
 
 def _skeleton(model: str) -> nn.Module:

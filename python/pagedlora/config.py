@@ -65,12 +65,18 @@ class LoraConfig(_Config):
         max_cpu_loras: The same for the host tier.
         lora_target_modules: Modules that may carry LoRA, by name or the end of their name, or
             "all-linear".
+        strict: Refuses adapters with fields that this release does not know, and with patterns
+            that match no module. If false, those are ignored with a `PagedLoraWarning`.
+        allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with
+            `weights_only=True`.
     """
 
     max_lora_rank: _Count = DEFAULT_MAX_LORA_RANK
     max_loras: _Count | None = None
     max_cpu_loras: _Count | None = None
     lora_target_modules: _TargetModules = "all-linear"
+    strict: bool = True
+    allow_pickle: bool = False
 
     @model_validator(mode="after")
     def _check_counts(self) -> LoraConfig:

@@ -7,6 +7,8 @@ its classes of the same name, translated field by field.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any, ClassVar
 
 
@@ -29,6 +31,18 @@ class PagedLoraError(Exception):
     def __str__(self) -> str:
         """The message alone: KeyError would print its repr."""
         return self.message
+
+
+class PagedLoraWarning(UserWarning):
+    """Something of an adapter was ignored because the caller allowed it, `strict=False`."""
+
+
+def warn_caller(message: str) -> None:
+    """Warns with `PagedLoraWarning`, where this package was called."""
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("pagedlora."):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, PagedLoraWarning, stacklevel=depth)
 
 
 class InvalidArgumentError(PagedLoraError, ValueError):

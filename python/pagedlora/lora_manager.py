@@ -17,6 +17,7 @@ from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
 from pagedlora.errors import AdapterInUseError, AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.digest import length_prefixed
+from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.paths import is_possible_path, to_path
 from pagedlora.registry.deadline import Deadline
@@ -60,6 +61,9 @@ class LoraManager:
         cache_manager: PeftCacheManager,
         *,
         base_model_id: str = "",
+        strict: bool = True,
+        allow_pickle: bool = False,
+        check_values: bool = True,
     ) -> None:
         """Starts empty.
 
@@ -68,6 +72,14 @@ class LoraManager:
             cache_manager: Gets a task per generation.
             base_model_id: Tells the base model's weights from others of the same shape, in
                 `cache_salt`; the same in every process that shares keys.
+            strict: Refuses adapters with fields that this release does not know, and with keys of
+                `rank_pattern` or `alpha_pattern` that match no module. If false, they are ignored
+                with a `PagedLoraWarning` and noted in the adapter's report.
+            allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with
+                `weights_only=True`, when it is registered; it is kept as a safetensors file in a
+                private directory until it is unloaded.
+            check_values: Whether adapters with NaN, infinity or values over the range of the
+                cache's type are refused when their whole content is read.
         """
         table = ModuleTable(model_config)
         self._base_identity = _base_identity(table, base_model_id)
@@ -77,7 +89,10 @@ class LoraManager:
         self._generations = GenerationTable(cache_manager)
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
-        parts = RegistryParts(table, self._lock, self._generations, self._names, self._pins)
+        options = LoadOptions(strict, allow_pickle, check_values)
+        parts = RegistryParts(
+            table, options, self._lock, self._generations, self._names, self._pins
+        )
         self._reloader = Reloader(parts)
         self._loader = Loader(parts, self._reloader)
         self._describer = Describer(table, cache_manager, self._names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from tests.support.adapters import write_random_adapter
@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from pagedlora import LoraModelConfig, doctor
 from pagedlora.cli import app
-from pagedlora.errors import AdapterFormatError
 
 runner = CliRunner()
 
@@ -74,52 +73,6 @@ def test_the_diagnosis_knows_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagedlora._core", core, raising=False)
     native = doctor.diagnose().sections["Native part"]
     assert native == {"version": "0.1.0", "best_isa": "avx512", "cuda": "built without CUDA"}
-
-
-def test_probe_shows_ranks_and_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    report = SimpleNamespace(
-        path=tmp_path,
-        ranks={"model.layers.0.self_attn.q_proj": 8},
-        scales={"model.layers.0.self_attn.q_proj": 2.0},
-        num_tensors=2,
-        dtypes=["float32"],
-        bytes_on_disk=2048,
-        parameters=512,
-    )
-    fake_module(monkeypatch, "pagedlora.lora_manager", probe_adapter=lambda path: report)
-    result = runner.invoke(app, ["probe", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert "512 parameters in 2 tensors of float32, 2 KiB on disk" in result.output
-    assert "model.layers.0.self_attn.q_proj" in result.output
-
-
-def test_probe_prints_an_error_plainly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(path: Path) -> None:
-        raise AdapterFormatError("the file ends in the middle", path=str(path), tensor="")
-
-    fake_module(monkeypatch, "pagedlora.lora_manager", probe_adapter=refuse)
-    result = runner.invoke(app, ["probe", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "error: the file ends in the middle" in result.output
-    assert "Traceback" not in result.output
-
-
-def test_what_files_say_is_no_markup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    directory = tmp_path / "[red]name[/nothing]"
-    report = SimpleNamespace(
-        path=str(directory),
-        ranks={"model.[bold]q_proj[/x]": 8},
-        scales={"model.[bold]q_proj[/x]": 2.0},
-        num_tensors=2,
-        dtypes=["[/y]"],
-        bytes_on_disk=2048,
-        parameters=512,
-    )
-    fake_module(monkeypatch, "pagedlora.lora_manager", probe_adapter=lambda path: report)
-    result = runner.invoke(app, ["probe", str(directory)])
-    assert result.exit_code == 0, result.output
-    for text in (directory.name, "model.[bold]q_proj[/x]", "[/y]"):
-        assert text in result.output
 
 
 def test_probe_of_the_current_directory_checks_the_fit(

@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 from tests.support import llm_fixtures
+from tests.support.adapters import write_random_adapter
 from tests.support.cache_fixtures import Call
 from tests.support.llm_fixtures import GREEDY, make_prompts, tokens_of
+from tests.support.tiny_models import build_tiny_model
 
+from pagedlora.config import LoraConfig
 from pagedlora.engine.llm import LLM
-from pagedlora.errors import AdapterInUseError, AdapterNotFoundError
+from pagedlora.errors import (
+    AdapterInUseError,
+    AdapterNotFoundError,
+    PagedLoraWarning,
+    UnsupportedAdapterError,
+)
+from pagedlora.model_config import LoraModelConfig
 from pagedlora.requests import LoRARequest
 from pagedlora.sampling_params import SamplingParams
 
@@ -116,3 +125,15 @@ def test_reloading_beside_generate_changes_none_of_its_answers(
     assert tokens_of(answering.result()) == old
     assert llm.lora_manager.retired() == ()
     assert tokens_of(llm.generate(prompts, GREEDY, "r8")) == new
+
+
+def test_how_strict_it_is_comes_from_the_configuration(tmp_path: Path) -> None:
+    model = build_tiny_model("llama")
+    config = LoraModelConfig.from_module(model)
+    path = write_random_adapter(tmp_path, config, rank=2, seed=1, a_field_of_tomorrow=1)
+    with LLM(model) as llm, pytest.raises(UnsupportedAdapterError, match="a_field_of_tomorrow"):
+        llm.load_lora("a", path)
+    with LLM(model, lora_config=LoraConfig(strict=False)) as llm:
+        with pytest.warns(PagedLoraWarning, match="a_field_of_tomorrow"):
+            info = llm.load_lora("a", path)
+        assert len(info.report.ignored) == 1

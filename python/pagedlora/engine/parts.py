@@ -113,6 +113,8 @@ def build_parts(
             cache.model_config,
             cache,
             base_model_id=str(getattr(loaded.model.config, "name_or_path", "")),
+            strict=lora_config.strict,
+            allow_pickle=lora_config.allow_pickle,
         )
         adapters = AdapterNames(manager)
         stats = StepStats(kv, cache) if enable_stats else None

@@ -21,12 +21,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagedlora import _core
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.loaders.rows import AdapterTensors, MatrixPair, StoredTensor
+from pagedlora.loaders.rows import BoundModule, MatrixPair, StoredTensor
+from pagedlora.loaders.values import ValueCheck
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -56,23 +56,15 @@ class RowTable:
 
     __slots__ = ("_dtypes", "_offsets", "modules", "ranks", "scales")
 
-    def __init__(
-        self, rows: Iterable[_core.PlannedRow], tensors: AdapterTensors, names: Sequence[str]
-    ) -> None:
-        """Takes what is needed of a plan.
-
-        Args:
-            rows: Of the plan.
-            tensors: Have the modules of the rows.
-            names: Module index to name.
-        """
+    def __init__(self, modules: Iterable[BoundModule]) -> None:
+        """Takes what is needed of an adapter that fits a model."""
         self.modules, self.ranks, self.scales = array("I"), array("I"), array("f")
         self._offsets, self._dtypes = array("Q"), array("B")
-        for row in sorted(rows, key=lambda row: row.module):
-            self.modules.append(row.module)
-            self.ranks.append(row.rank)
-            self.scales.append(row.scale)
-            for matrix in tensors.modules[names[row.module]]:
+        for module in sorted(modules, key=lambda module: module.module_index):
+            self.modules.append(module.module_index)
+            self.ranks.append(module.pair.rank)
+            self.scales.append(module.scale)
+            for matrix in module.pair:
                 self._offsets.append(matrix.offset)
                 self._dtypes.append(_DTYPES.index(matrix.dtype))
 
@@ -93,15 +85,18 @@ class RowTable:
             yield ModuleContent(name, self.scales[row], MatrixPair(a, b))
 
 
-def content_digest(modules: Iterable[ModuleContent], read: ReadPieces) -> str:
+def content_digest(
+    modules: Iterable[ModuleContent], read: ReadPieces, check: ValueCheck | None = None
+) -> str:
     """The digest of an adapter, in hexadecimal; see the module for what is hashed.
 
     Args:
         modules: All of the adapter, in any order.
         read: Gives the bytes of the matrices.
+        check: Looks at them, too; None: nobody does.
 
     Raises:
-        PagedLoraError: What `read` raises.
+        PagedLoraError: What `read` or `check` raises.
     """
     ordered = sorted(modules, key=lambda module: module.name)
     digest = hashlib.sha256(_text(_FORMAT) + struct.pack("<Q", len(ordered)))
@@ -111,9 +106,13 @@ def content_digest(modules: Iterable[ModuleContent], read: ReadPieces) -> str:
         for matrix in module.pair:
             digest.update(_text(matrix.dtype) + struct.pack("<QQ", *matrix.shape))
     for module in ordered:
-        for matrix in module.pair:
+        for letter, matrix in zip("AB", module.pair, strict=True):
             rows, columns = matrix.shape
-            for piece in read(matrix.offset, rows * columns * _ELEMENT_BYTES[matrix.dtype]):
+            pieces = read(matrix.offset, rows * columns * _ELEMENT_BYTES[matrix.dtype])
+            if check is not None:
+                tensor = f"{module.name}.lora_{letter}.weight"
+                pieces = check.pass_on(tensor, matrix.dtype, pieces)
+            for piece in pieces:
                 digest.update(piece)
     return digest.hexdigest()
 

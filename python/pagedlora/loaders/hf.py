@@ -7,14 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedlora import _core
-from pagedlora.errors import AdapterNotFoundError, UnsupportedAdapterError
+from pagedlora.errors import AdapterNotFoundError, PagedLoraError, UnsupportedAdapterError
+from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
-from pagedlora.loaders.rows import AdapterTensors, StoredTensor, make_rows, pair_tensors
+from pagedlora.loaders.pickled import PICKLE_NAME, PrivateCopy, convert_pickle
+from pagedlora.loaders.rows import (
+    AdapterTensors,
+    BoundAdapter,
+    StoredTensor,
+    bind,
+    make_rows,
+    pair_tensors,
+    whole_tensors,
+)
 from pagedlora.loaders.source_file import SourceFile
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-_PICKLE_NAME = "adapter_model.bin"
+_SHOWN_TENSORS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +34,11 @@ class PeftDirectory:
     Attributes:
         path: The directory.
         config: What decides its answers.
-        tensors: Its pairs of matrices.
+        tensors: Its modules.
         source: The weights file as it was when parsed.
         file: The same, to be read from Python.
+        weights_path: What errors name: the weights file, or the pickle that it was made from.
+        copy: Keeps the weights file there, where it was made from a pickle.
     """
 
     path: str
@@ -34,31 +46,34 @@ class PeftDirectory:
     tensors: AdapterTensors
     source: _core.TensorSource
     file: SourceFile
+    weights_path: str
+    copy: PrivateCopy | None = None
 
-    def plan(
-        self, table: ModuleTable, source: _core.TensorSource | None = None
-    ) -> _core.AdapterPlan:
-        """What to read for a model.
-
-        Args:
-            table: The model's modules.
-            source: Read instead of the weights file; None: the file.
+    def bind(self, table: ModuleTable) -> BoundAdapter:
+        """Its modules as a model has them.
 
         Raises:
             AdapterFormatError: The adapter does not fit the model.
             UnsupportedAdapterError: Its rank is over the maximum.
         """
-        rows = make_rows(
-            self.tensors, table, self.config.scale, os.path.join(self.path, WEIGHTS_NAME)
-        )
-        return _core.AdapterPlan(table.config, rows, source or self.source)
+        return bind(self.tensors, table, self.weights_path)
 
 
-def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
+def make_plan(
+    adapter: BoundAdapter, table: ModuleTable, source: _core.TensorSource
+) -> _core.AdapterPlan:
+    """What to read from a source for an adapter."""
+    return _core.AdapterPlan(table.config, make_rows(adapter.modules), source)
+
+
+def open_peft_directory(
+    directory: str | os.PathLike[str], options: LoadOptions = DEFAULT_OPTIONS
+) -> PeftDirectory:
     """Parses the configuration and the header of the weights; reads no weights.
 
     Args:
         directory: As written by PEFT's `save_pretrained`.
+        options: What is allowed.
 
     Returns:
         The parsed adapter.
@@ -67,30 +82,66 @@ def open_peft_directory(directory: str | os.PathLike[str]) -> PeftDirectory:
         AdapterNotFoundError: The directory or one of the files does not exist.
         AdapterReadError: The system will not read one of them.
         AdapterFormatError: One of them is not what it should be.
-        UnsupportedAdapterError: The adapter is not plain LoRA or rank-stabilised LoRA.
+        UnsupportedAdapterError: The adapter asks for something that is not supported.
     """
-    config = read_peft_config(directory)
     path = Path(directory) / WEIGHTS_NAME
+    try:
+        config = read_peft_config(directory, strict=options.strict)
+    except UnsupportedAdapterError as error:
+        if error.field == "modules_to_save" and path.is_file():
+            raise _with_whole_tensors(error, str(path)) from None
+        raise
+    weights_path, copy = str(path), None
     if not path.exists():
-        _refuse_missing_weights(Path(directory))
+        copy = _open_pickle(Path(directory), options)
+        weights_path, path = str(path.with_name(PICKLE_NAME)), Path(copy.path)
     source = _core.open_file_source(str(path))
     # Between two looks of the core, which compares what it sees: so it is the core's file.
     file = SourceFile.of(str(path))
-    stored = [
+    tensors = pair_tensors(_stored(source), config, weights_path, strict=options.strict)
+    return PeftDirectory(os.fspath(directory), config, tensors, source, file, weights_path, copy)
+
+
+def _stored(source: _core.TensorSource) -> list[StoredTensor]:
+    return [
         StoredTensor(header.name, header.dtype, header.shape, header.offset)
         for header in _core.read_safetensors_header(source)
     ]
-    tensors = pair_tensors(stored, config, str(path))
-    return PeftDirectory(os.fspath(directory), config, tensors, source, file)
 
 
-def _refuse_missing_weights(directory: Path) -> None:
-    if (directory / _PICKLE_NAME).exists():
-        raise UnsupportedAdapterError(
-            f"'{directory}' has its weights in {_PICKLE_NAME}, a pickle that could run code: "
-            "save them with safetensors (PEFT: save_pretrained(..., safe_serialization=True))",
-            field=_PICKLE_NAME,
-        )
-    raise AdapterNotFoundError(
-        f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
+def _with_whole_tensors(error: UnsupportedAdapterError, path: str) -> PagedLoraError:
+    """The same with what the file has of whole modules, or what is wrong with the file."""
+    try:
+        headers = _core.read_safetensors_header(_core.open_file_source(path))
+    except PagedLoraError as broken:
+        return broken
+    sizes = {header.name: header.num_bytes for header in headers}
+    whole = whole_tensors(
+        StoredTensor(header.name, header.dtype, header.shape, header.offset) for header in headers
     )
+    shown = ", ".join(
+        f"'{tensor.name:.80}' {tensor.shape} of {sizes[tensor.name]} bytes"
+        for tensor in whole[:_SHOWN_TENSORS]
+    )
+    more = f" and {len(whole) - _SHOWN_TENSORS} more" if len(whole) > _SHOWN_TENSORS else ""
+    total = sum(sizes[tensor.name] for tensor in whole)
+    return UnsupportedAdapterError(
+        f"{error.message}. '{path}' has {len(whole)} such tensors of {total} bytes: {shown}{more}",
+        field=error.field,
+    )
+
+
+def _open_pickle(directory: Path, options: LoadOptions) -> PrivateCopy:
+    path = directory / PICKLE_NAME
+    if not path.exists():
+        raise AdapterNotFoundError(
+            f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
+        )
+    if not options.allow_pickle:
+        raise UnsupportedAdapterError(
+            f"'{directory}' has its weights in {PICKLE_NAME}, a pickle: save them with safetensors "
+            "(PEFT: save_pretrained(..., safe_serialization=True)), or, if you trust the file, "
+            "allow_pickle=True",
+            field=PICKLE_NAME,
+        )
+    return convert_pickle(path, WEIGHTS_NAME)

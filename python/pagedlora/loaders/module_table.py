@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagedlora import _core
+from pagedlora.loaders.tensor_names import NameMatcher
 
 
 class ModuleSizes(NamedTuple):
@@ -25,10 +26,11 @@ class ModuleTable:
         config: What the table was made from.
         names: Module index to name.
         sizes: Name to index and sizes.
+        matcher: Finds modules by the names that files have for them.
         max_lora_rank: The configuration's.
     """
 
-    __slots__ = ("config", "max_lora_rank", "names", "sizes")
+    __slots__ = ("config", "matcher", "max_lora_rank", "names", "sizes")
 
     def __init__(self, config: _core.LoraModelConfig) -> None:
         self.config = config
@@ -39,3 +41,4 @@ class ModuleTable:
             module.name: ModuleSizes(index, module.in_features, module.out_features)
             for index, module in enumerate(modules)
         }
+        self.matcher = NameMatcher(self.names)

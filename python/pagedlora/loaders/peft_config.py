@@ -1,57 +1,30 @@
 """Reads PEFT's adapter configuration: every field is used, harmless, or refused by name.
 
-A field that this release does not know is refused as soon as it says anything: ignoring it could
-change answers without anybody noticing.
+`peft_fields.py` says which is which. A field that it does not know is refused as soon as it says
+anything: ignoring it could change answers without anybody noticing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
-import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pagedlora.errors import (
-    AdapterFormatError,
-    AdapterNotFoundError,
-    AdapterReadError,
-    UnsupportedAdapterError,
-)
+from pagedlora.errors import AdapterNotFoundError, AdapterReadError, UnsupportedAdapterError
+from pagedlora.loaders.peft_fields import PEFT_FIELDS, says_nothing, starts_at_zero
+from pagedlora.loaders.peft_values import FieldReader, format_error, shorten
 from pagedlora.paths import is_possible_path
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 << 20
-_MAX_RANK = 2**31 - 1
-_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
-
-_USED = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "target_modules"})
-
-_HARMLESS = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "lora_dropout",
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-        "task_type",
-    }
-)
-"""They do not change what a trained adapter answers at inference."""
-
-_HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian"),
-}
-"""Values that leave the base model and the formula alone; other values are refused."""
+_MAX_NOTES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +32,48 @@ class PeftLoraConfig:
     """What of a PEFT configuration decides an adapter's answers.
 
     Attributes:
-        r: Rank of every module.
-        lora_alpha: Scaling numerator.
+        r: Rank of the modules that `rank_pattern` does not mean.
+        lora_alpha: Scaling numerator of those that `alpha_pattern` does not mean.
         use_rslora: Whether the scale is alpha / sqrt(r) (rank-stabilised LoRA) or alpha / r.
-        target_modules: Names as PEFT wrote them, or "all-linear".
+        target_modules: Names, a regular expression, or "all-linear".
+        rank_pattern: Key to rank, in the order of the file.
+        alpha_pattern: Key to alpha, in the order of the file.
+        exclude_modules: Names or a regular expression; empty: none.
+        layers_to_transform: Numbers of the layers that are meant; empty: all.
+        layers_pattern: What stands before the number of a layer; empty: anything.
+        starts_at_zero: Whether target modules without tensors answer like the base model.
+        notes: What was ignored, and why.
     """
 
     r: int
     lora_alpha: float
     use_rslora: bool
     target_modules: tuple[str, ...] | str
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] = ()
+    layers_pattern: tuple[str, ...] = ()
+    starts_at_zero: bool = True
+    notes: tuple[str, ...] = ()
 
-    @property
-    def scale(self) -> float:
-        """The factor of B A x, as PEFT's `LoraLayer.update_layer` computes it."""
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+    def settings(self) -> dict[str, Any]:
+        """The fields of the file that are there and decide the answers."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        always = ("r", "lora_alpha", "target_modules")
+        return {
+            name: value
+            for name, value in values.items()
+            if name in always or (value and name not in ("starts_at_zero", "notes"))
+        }
 
 
-def read_peft_config(directory: str | os.PathLike[str]) -> PeftLoraConfig:
+def read_peft_config(directory: str | os.PathLike[str], *, strict: bool = True) -> PeftLoraConfig:
     """Reads `adapter_config.json` of a PEFT directory.
 
     Args:
         directory: Holds the file.
+        strict: As in `parse_peft_config`.
 
     Returns:
         The checked configuration.
@@ -92,15 +85,18 @@ def read_peft_config(directory: str | os.PathLike[str]) -> PeftLoraConfig:
         UnsupportedAdapterError: A field asks for something that is not supported.
     """
     path = Path(directory) / CONFIG_NAME
-    return parse_peft_config(_read_json(path), str(path))
+    return parse_peft_config(_read_json(path), str(path), strict=strict)
 
 
-def parse_peft_config(fields: Mapping[str, Any], path: str) -> PeftLoraConfig:
+def parse_peft_config(
+    fields: Mapping[str, Any], path: str, *, strict: bool = True
+) -> PeftLoraConfig:
     """Checks a PEFT configuration given as its fields.
 
     Args:
         fields: As in `adapter_config.json`.
         path: Named in errors.
+        strict: Whether fields that nobody knows are refused, or noted.
 
     Returns:
         The checked configuration.
@@ -109,26 +105,23 @@ def parse_peft_config(fields: Mapping[str, Any], path: str) -> PeftLoraConfig:
         AdapterFormatError: A used field is missing or has an impossible value.
         UnsupportedAdapterError: A field asks for something that is not supported.
     """
+    notes: list[str] = []
     for name, value in fields.items():
-        _check_supported(name, value)
-    if fields.get("peft_type", "LORA") != "LORA":
-        raise UnsupportedAdapterError(
-            f"peft_type {_shorten(fields['peft_type'])} is not supported: only 'LORA' is",
-            field="peft_type",
-        )
-    config = PeftLoraConfig(
-        r=_rank(fields, path),
-        lora_alpha=_alpha(fields, path),
-        use_rslora=_flag(fields, "use_rslora", path),
-        target_modules=_target_modules(fields, path),
+        _check_supported(name, value, strict, notes)
+    values = FieldReader(fields, path)
+    return PeftLoraConfig(
+        r=values.rank("r"),
+        lora_alpha=values.number("lora_alpha"),
+        use_rslora=values.flag("use_rslora"),
+        target_modules=values.targets(),
+        rank_pattern=values.rank_pattern(),
+        alpha_pattern=values.alpha_pattern(),
+        exclude_modules=values.names_or_expression("exclude_modules"),
+        layers_to_transform=values.layers(),
+        layers_pattern=values.layers_pattern(),
+        starts_at_zero=starts_at_zero(fields.get("init_lora_weights", True)),
+        notes=tuple(notes),
     )
-    if abs(config.scale) > _MAX_FLOAT32:
-        raise _format_error(
-            path,
-            f"has r={config.r} and lora_alpha={config.lora_alpha}: the scale is over float32's "
-            "range",
-        )
-    return config
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -145,13 +138,13 @@ def _read_json(path: Path) -> Mapping[str, Any]:
             f"'{path}' cannot be read: {error.strerror}", path=str(path), errno=error.errno
         ) from error
     if len(content) > MAX_CONFIG_BYTES:
-        raise _format_error(str(path), f"is longer than {MAX_CONFIG_BYTES} bytes")
+        raise format_error(str(path), f"is longer than {MAX_CONFIG_BYTES} bytes")
     try:
-        fields = json.loads(content)
+        fields = json.loads(content, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise _format_error(str(path), f"is not JSON: {error}") from None
+        raise format_error(str(path), f"is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise _format_error(str(path), "is not a JSON object")
+        raise format_error(str(path), "is not a JSON object")
     return fields
 
 
@@ -163,74 +156,46 @@ def _read_regular_file(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _format_error(str(path), "is not a regular file")
+            raise format_error(str(path), "is not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(MAX_CONFIG_BYTES + 1)
     finally:
         os.close(descriptor)
 
 
-def _check_supported(name: str, value: Any) -> None:
-    if name in _USED or name in _HARMLESS:
-        return
-    if name in _HARMLESS_VALUES:
-        if any(value is known or value == known for known in _HARMLESS_VALUES[name]):
-            return
-    elif value is None or value is False or value in ({}, [], ""):
-        return
-    raise UnsupportedAdapterError(
-        f"the adapter's configuration has {name:.80}={_shorten(value)}, which would "
-        "change its answers and is not supported: only plain LoRA and rank-stabilised LoRA are",
-        field=name,
-    )
-
-
-def _rank(fields: Mapping[str, Any], path: str) -> int:
-    rank = fields.get("r")
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK:
-        raise _format_error(
-            path, f"has r={_shorten(rank)}: it must be an integer from 1 to {_MAX_RANK}"
-        )
-    return rank
-
-
-def _alpha(fields: Mapping[str, Any], path: str) -> float:
-    alpha: Any = fields.get("lora_alpha")
-    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    if is_number and -_MAX_FLOAT32 <= alpha <= _MAX_FLOAT32:
-        return float(alpha)
-    raise _format_error(
-        path, f"has lora_alpha={_shorten(alpha)}: it must be a number in float32's range"
-    )
-
-
-def _flag(fields: Mapping[str, Any], name: str, path: str) -> bool:
-    value = fields.get(name, False)
-    if not isinstance(value, bool):
-        raise _format_error(path, f"has {name}={_shorten(value)}: it must be true or false")
-    return value
-
-
-def _target_modules(fields: Mapping[str, Any], path: str) -> tuple[str, ...] | str:
-    targets = fields.get("target_modules")
-    if targets == "all-linear":
-        return "all-linear"
-    if isinstance(targets, str):
+def _check_supported(name: str, value: Any, strict: bool, notes: list[str]) -> None:
+    known = PEFT_FIELDS.get(name)
+    if known is None:
+        _check_unknown(name, value, strict, notes)
+    elif known.rule == "nested":
+        for inner, inner_value in value.items() if isinstance(value, dict) else ():
+            _check_supported(f"{name}.{inner}", inner_value, strict, notes)
+    elif known.is_refused(value):
+        unless = f"; {known.accepted} would load" if known.accepted else ""
         raise UnsupportedAdapterError(
-            f"target_modules is the regular expression {_shorten(targets)}: only a list of names "
-            "or 'all-linear' is supported",
-            field="target_modules",
+            f"the adapter's configuration has {name}={shorten(value)}, which is not supported: "
+            f"{known.why}{unless}. Way out: {known.way_out}",
+            field=name,
         )
-    if not isinstance(targets, list) or not targets or not all(isinstance(t, str) for t in targets):
-        raise _format_error(
-            path, f"has target_modules={_shorten(targets)}: a list of names is needed"
+
+
+def _check_unknown(name: str, value: Any, strict: bool, notes: list[str]) -> None:
+    if says_nothing(value):
+        return
+    problem = f"{name:.80}={shorten(value)}, a field that this release does not know"
+    if strict:
+        raise UnsupportedAdapterError(
+            f"the adapter's configuration has {problem}: it could change the answers. Way out: "
+            "remove it if it does not, or ignore such fields with strict=False",
+            field=name,
         )
-    return tuple(targets)
+    if len(notes) < _MAX_NOTES:
+        notes.append(f"ignored {problem}")
 
 
-def _shorten(value: Any) -> str:
-    return f"{value!r:.80}"
-
-
-def _format_error(path: str, problem: str) -> AdapterFormatError:
-    return AdapterFormatError(f"'{path}' {problem}", path=path, tensor="")
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r:.80} is there twice")
+    return members

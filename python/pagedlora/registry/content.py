@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterator
 
 from pagedlora import _core
+from pagedlora.errors import warn_caller
+from pagedlora.loaders.coverage import CoverageReport
 from pagedlora.loaders.digest import RowTable, content_digest
-from pagedlora.loaders.hf import open_peft_directory
+from pagedlora.loaders.hf import PeftDirectory, make_plan, open_peft_directory
+from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.loaders.source_file import SourceFile
+from pagedlora.loaders.values import ValueCheck
 from pagedlora.registry.deadline import Deadline
 
 
@@ -22,28 +25,30 @@ class AdapterContent:
         file: Its weights file.
         source: The same as the core reads it.
         rows: Where in the file its matrices lie.
+        report: What became of its tensors.
+        copy: Keeps the file there, where it was made from a pickle.
     """
 
-    __slots__ = ("file", "path", "real_path", "rows", "source")
+    __slots__ = ("copy", "file", "path", "real_path", "report", "rows", "source")
 
     def __init__(
-        self,
-        path: str,
-        real_path: str,
-        file: SourceFile,
-        source: _core.TensorSource,
-        rows: RowTable,
+        self, directory: PeftDirectory, real_path: str, rows: RowTable, report: CoverageReport
     ) -> None:
-        self.path = path
+        self.path = directory.path
         self.real_path = real_path
-        self.file = file
-        self.source = source
+        self.file = directory.file
+        self.source = directory.source
         self.rows = rows
+        self.report = report
+        self.copy = directory.copy
 
-    def digest(self, table: ModuleTable, deadline: Deadline) -> str:
+    def digest(
+        self, table: ModuleTable, deadline: Deadline, options: LoadOptions = DEFAULT_OPTIONS
+    ) -> str:
         """Reads the file and hashes it, in pieces; see `pagedlora.loaders.digest`.
 
         Raises:
+            AdapterFormatError: Values are NaN, infinite or over the range of the cache's type.
             AdapterNotFoundError: The file is gone.
             AdapterReadError: The system will not read it.
             AdapterSourceChangedError: It is not the file that was parsed, or is written to.
@@ -57,11 +62,12 @@ class AdapterContent:
                         raise deadline.error(self.path)
                     yield piece
 
-            return content_digest(self.rows.contents(table), read_in_time)
+            check = ValueCheck(self.file.path, table.config.dtype) if options.check_values else None
+            return content_digest(self.rows.contents(table), read_in_time, check)
 
 
 def parse_adapter(
-    path: str, table: ModuleTable
+    path: str, table: ModuleTable, options: LoadOptions = DEFAULT_OPTIONS
 ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
     """Parses a PEFT directory for a model; reads no weights.
 
@@ -72,12 +78,13 @@ def parse_adapter(
     Raises:
         PagedLoraError: As `LoraManager.register` for a source that cannot be used.
     """
-    directory = open_peft_directory(path)
+    directory = open_peft_directory(path, options)
+    adapter = directory.bind(table)
+    for note in adapter.report.ignored:
+        warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
-    plan = directory.plan(table, group)
-    rows = RowTable(plan.rows, directory.tensors, table.names)
+    plan = make_plan(adapter, table, group)
     real_path = os.path.realpath(path)
-    content = AdapterContent(
-        path, path if real_path == path else real_path, directory.file, directory.source, rows
-    )
+    real_path = path if real_path == path else real_path  # one string for both
+    content = AdapterContent(directory, real_path, RowTable(adapter.modules), adapter.report)
     return content, plan, group

@@ -46,6 +46,7 @@ class Describer:
             generation=generation.digest,
             ranks=dict(zip(modules, rows.ranks, strict=True)),
             scales=dict(zip(modules, rows.scales, strict=True)),
+            report=generation.content.report,
             num_pages=generation.num_pages,
             bytes=generation.num_pages * self._cache.page_bytes,
             tiers=host + device,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.errors import AdapterInUseError
+from pagedlora.loaders.pickled import PrivateCopy
 from pagedlora.loaders.source_file import SourceFile
 from pagedlora.registry.content import AdapterContent
 from pagedlora.registry.flight import Flight
@@ -62,6 +63,7 @@ class Generation:
         num_pages: Pages it takes in either tier.
         sources: What its task is read from.
         files: Those in `sources`.
+        copies: Keep those of them there that were made from pickles.
         digest: Of the content; None until it was read.
         names: That stand for it.
         last_name: The last one that did.
@@ -77,6 +79,7 @@ class Generation:
     num_pages: int
     sources: _core.SourceGroup
     files: list[SourceFile]
+    copies: list[PrivateCopy] = field(default_factory=list)
     digest: str | None = None
     names: set[str] = field(default_factory=set)
     last_name: str = ""
@@ -103,6 +106,8 @@ class Generation:
             return
         self.sources.add(content.source)
         self.files.append(content.file)
+        if content.copy is not None:
+            self.copies.append(content.copy)
 
     def _is_laid_out_as(self, content: AdapterContent) -> bool:
         same_size = content.source.size_bytes == self.sources.size_bytes

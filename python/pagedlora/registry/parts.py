@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.registry.generations import GenerationTable
 from pagedlora.registry.host_pins import HostPins
@@ -17,6 +18,7 @@ class RegistryParts:
 
     Attributes:
         table: The model's modules.
+        options: What adapters may be.
         lock: Never held while anybody hashes, reads or waits.
         generations: Contents.
         names: What they are called, and by whom they are used.
@@ -24,6 +26,7 @@ class RegistryParts:
     """
 
     table: ModuleTable
+    options: LoadOptions
     lock: threading.RLock
     generations: GenerationTable
     names: NameTable

@@ -17,6 +17,7 @@ class Reloader:
 
     def __init__(self, parts: RegistryParts) -> None:
         self._table = parts.table
+        self._options = parts.options
         self._lock = parts.lock
         self._generations = parts.generations
         self._names = parts.names
@@ -41,7 +42,7 @@ class Reloader:
             if digest is not None and self._generations.find(digest) is generation:
                 return digest
         if digest is None:
-            digest = generation.content.digest(self._table, deadline)
+            digest = generation.content.digest(self._table, deadline, self._options)
         first = self._find(digest)
         is_usable = first is not None and first.can_replace(generation.content)
         with self._lock:
@@ -60,8 +61,8 @@ class Reloader:
 
     def reload(self, entry: NameEntry, path: str, expected: str | None) -> None:
         """As `LoraManager.reload`."""
-        content, plan, sources = parse_adapter(path, self._table)
-        digest = content.digest(self._table, Deadline(None))
+        content, plan, sources = parse_adapter(path, self._table, self._options)
+        digest = content.digest(self._table, Deadline(None), self._options)
         # A source that was overwritten in place cannot be read any more: it is other content.
         with suppress(PagedLoraError):
             self.identify(entry, Deadline(None))

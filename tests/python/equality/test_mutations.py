@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from pagedlora import _core
 from pagedlora.engine import lora_hooks, paged_model
 from pagedlora.engine.attention import AttentionCall
 from pagedlora.loaders import hf
-from pagedlora.loaders.rows import make_rows
+from pagedlora.loaders.rows import BoundModule, make_rows
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 FAMILIES = ("llama", "gemma2")
@@ -200,15 +200,16 @@ def test_two_adapters_swapped_are_seen(exam: Exam, monkeypatch: pytest.MonkeyPat
     exam.assert_fault_is_seen()
 
 
-FAULTS_OF_THE_LOADER: dict[str, Callable[..., list[_core.PlannedRow]]] = {
-    "a module dropped": lambda *given: make_rows(*given)[1:],
-    "a module twice as strong": lambda adapter, model, scale, path: [
-        *make_rows(adapter, model, scale * 2, path)[:1],
-        *make_rows(adapter, model, scale, path)[1:],
-    ],
-    "scaled by 1.1": lambda adapter, model, scale, path: make_rows(
-        adapter, model, scale * 1.1, path
+def _rescaled(modules: Sequence[BoundModule], factor: float) -> list[BoundModule]:
+    return [module._replace(scale=module.scale * factor) for module in modules]
+
+
+FAULTS_OF_THE_LOADER: dict[str, Callable[[Sequence[BoundModule]], list[_core.PlannedRow]]] = {
+    "a module dropped": lambda modules: make_rows(modules[1:]),
+    "a module twice as strong": lambda modules: make_rows(
+        [*_rescaled(modules[:1], 2.0), *modules[1:]]
     ),
+    "scaled by 1.1": lambda modules: make_rows(_rescaled(modules, 1.1)),
 }
 
 

@@ -1,0 +1,85 @@
+"""`docs/adapters.md`, printed from the table of fields by running this module."""
+
+from __future__ import annotations
+
+from pagedlora.loaders.peft_fields import PEFT_FIELDS, PeftField
+
+
+def document() -> str:
+    """The text of `docs/adapters.md`."""
+    return (
+        _INTRODUCTION
+        + "\n".join(
+            [
+                "| field | rule | what it does | where it is refused: the way out |",
+                "|---|---|---|---|",
+                *(_document_row(field) for field in PEFT_FIELDS.values()),
+            ]
+        )
+        + _REST
+    )
+
+
+def _document_row(field: PeftField) -> str:
+    rule: str = field.rule
+    if rule == "refused":
+        rule = f"refused unless {field.accepted}" if field.accepted else "**refused**"
+    return f"| `{field.name}` | {rule} | {field.why} | {field.way_out} |"
+
+
+_INTRODUCTION = """# Which adapters load
+
+Printed by `python -m pagedlora.loaders.adapters_doc`; a test compares the two.
+
+An adapter is a directory as PEFT's `save_pretrained` writes it. It answers as PEFT answers \
+with it alone on the same model, or it is refused by name before anything is registered.
+
+## Fields of `adapter_config.json`
+
+*Used* fields decide the answers. *Harmless* ones do not change what a trained adapter answers. \
+*Refused* ones would, and are not supported: `UnsupportedAdapterError.field` names them. Null, \
+false and empty values of refused fields load.
+
+"""
+
+_REST = """
+
+A field that is not in this table loads if its value is null, false or empty. Otherwise it is \
+refused; with `LoraManager(..., strict=False)`, or `LoraConfig(strict=False)` for `LLM`, it is \
+ignored with a `PagedLoraWarning` and noted in the adapter's report. The same goes for a key of \
+`rank_pattern` or `alpha_pattern` that matches no module of the adapter.
+
+## Patterns
+
+As in PEFT: of the keys of `rank_pattern` in the order of the file the first one for which \
+`(.*\\.)?(KEY)$` matches the module's name gives the rank; `alpha_pattern` likewise and on its \
+own. So a key is a regular expression, means the end of a name after a dot, and may begin with \
+`^` to mean a whole name. The rank of the tensors must be the one that the configuration says. \
+The scale of a module is alpha / r, or alpha / sqrt(r) with `use_rslora`, of its own alpha and r.
+
+Regular expressions have 2 s in all and 10,000 characters each.
+
+## Names of tensors
+
+`MODULE.lora_A.weight` and `MODULE.lora_B.weight`, with or without the name of an adapter inside \
+(`lora_A.default.weight`). `MODULE` is a name of the model, after taking away what savers put \
+around it: `base_model.model.`, `module.`, `_orig_mod.`, `_fsdp_wrapped_module.`, \
+`_checkpoint_wrapped_module.`. A wrapper `language_model` that only one of the two has is taken \
+away or put in, if then exactly one module has the name. What was renamed stands in \
+`AdapterInfo.report`. A tensor that fits nothing fails the load.
+
+## Files
+
+Weights are read from `adapter_model.safetensors`: float32, bfloat16 or float16, cast to the \
+cache's type. NaN, infinity, and values over the range of the cache's type are refused when the \
+content is first read as a whole: by `load`, `pin`, `reload` and `cache_salt`; an adapter that was \
+only registered is read by its first request, which checks the range of float16 alone.
+
+`adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
+`torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
+unloaded. Where both files are there, the safetensors file is read.
+"""
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,232 @@
+"""`pagedlora probe`: what adapters hold, and whether they would load."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
+from pagedlora.errors import PagedLoraError, PagedLoraWarning
+from pagedlora.loaders.hf import WEIGHTS_NAME
+from pagedlora.loaders.peft_config import CONFIG_NAME
+from pagedlora.loaders.pickled import PICKLE_NAME
+from pagedlora.loaders.rows import check_rank
+from pagedlora.sizes import format_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pagedlora.lora_manager import LoraManager
+
+CACHE_BYTES = 1 << 30
+"""Pages are those of a host tier of this size, the default."""
+_TIER_BYTES = 1 << 24
+_ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME)
+
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """How to load.
+
+    Attributes:
+        max_lora_rank: Largest rank that loads; None: any.
+        strict: As in `LoraManager`.
+        allow_pickle: As in `LoraManager`.
+    """
+
+    max_lora_rank: int | None = None
+    strict: bool = True
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of one adapter.
+
+    Attributes:
+        path: Its directory.
+        report: What its files say; None: they are refused.
+        info: The same for the model; None: there is no model, or it is refused.
+        page_bytes: Of a page, where there is a model.
+        error: Why it is refused; None: it would load.
+    """
+
+    path: Path
+    report: AdapterReport | None = None
+    info: AdapterInfo | None = None
+    page_bytes: int = 0
+    error: PagedLoraError | None = None
+
+
+def find_adapters(path: Path) -> list[Path]:
+    """The path itself if it is an adapter, or else the adapters right in it, by name."""
+    if _is_adapter(path) or not path.is_dir():
+        return [path]
+    return sorted(inner for inner in path.iterdir() if _is_adapter(inner)) or [path]
+
+
+def probe_all(
+    paths: Sequence[Path], model: nn.Module | None, options: ProbeOptions
+) -> Iterator[Verdict]:
+    """Parses adapters, and fits them to a model if there is one; reads no weights.
+
+    Args:
+        paths: Directories.
+        model: May be without weights.
+        options: How to load.
+    """
+    reports = {path: _report(path, options) for path in paths}
+    if model is None:
+        yield from reports.values()
+        return
+    ranks = [max(each.report.ranks.values()) for each in reports.values() if each.report]
+    with ExitStack() as closers:
+        manager, page_bytes = _manager(model, max(ranks, default=1), options, closers)
+        for path, verdict in reports.items():
+            yield _fit(path, verdict, manager, page_bytes)
+
+
+def print_one(verdict: Verdict, console: Console) -> None:
+    """All about one adapter that loads. What files say is text, never markup."""
+    report = verdict.report
+    assert report is not None
+    name = verdict.path.resolve().name
+    console.print(Text.assemble((name, "bold"), f"  {report.path}"))
+    lines = [
+        f"{report.parameters:,} parameters in {report.num_tensors} tensors of "
+        f"{', '.join(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
+        ", ".join(f"{field}={_short(value)}" for field, value in report.settings.items()),
+    ]
+    info = verdict.info
+    if info is not None:
+        lines.append(
+            f"{info.num_pages} pages of {verdict.page_bytes:,} bytes in a tier, "
+            f"{format_size(info.bytes)}"
+        )
+        lines += [f"{change} in {count} modules" for change, count in info.report.renamed]
+        lines += [f"{n} tensors of {old} are kept as {new}" for old, new, n in info.report.casts]
+        if info.report.missing:
+            lines.append(f"{info.report.missing} target modules have no tensors: as the base model")
+    lines += report.ignored
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    console.print(_modules_table(report))
+
+
+def print_many(verdicts: Iterable[Verdict], console: Console) -> int:
+    """A table of adapters, and why some are refused.
+
+    Returns:
+        How many are refused.
+    """
+    table = Table("adapter", "would load", "rank", "scale", "modules", "type", "bytes", "pages")
+    refused: list[Verdict] = []
+    for verdict in verdicts:
+        table.add_row(Text(verdict.path.name), *_cells(verdict))
+        if verdict.error is not None:
+            refused.append(verdict)
+    console.print(table)
+    for verdict in refused:
+        reason = f"{verdict.path.name} is refused: {verdict.error}"
+        console.print(reason, highlight=False, markup=False)
+    return len(refused)
+
+
+def _cells(verdict: Verdict) -> list[Text]:
+    report, info = verdict.report, verdict.info
+    would_load = Text("yes") if verdict.error is None else Text("no", "bold red")
+    if report is None:
+        return [would_load, *[Text("") for _ in range(6)]]
+    ranks, scales = report.ranks.values(), report.scales.values()
+    return [
+        would_load,
+        Text(_span(ranks)),
+        Text(_span(scales)),
+        Text(str(len(ranks))),
+        Text(", ".join(report.dtypes)),
+        Text(format_size(report.bytes_on_disk)),
+        Text("" if info is None else str(info.num_pages)),
+    ]
+
+
+def _span(values: Iterable[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+
+
+def _modules_table(report: AdapterReport) -> Table:
+    table = Table("module", "rank", "scale")
+    for module, rank in report.ranks.items():
+        table.add_row(Text(module), str(rank), f"{report.scales[module]:g}")
+    return table
+
+
+def _short(value: object) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return f"{text:.200}"
+
+
+def _is_adapter(path: Path) -> bool:
+    return any(os.path.lexists(path / name) for name in _ADAPTER_FILES)
+
+
+def _report(path: Path, options: ProbeOptions) -> Verdict:
+    try:
+        report = probe_adapter(path, strict=options.strict, allow_pickle=options.allow_pickle)
+        if options.max_lora_rank is not None:
+            check_rank(max(report.ranks.values()), options.max_lora_rank, str(path))
+    except PagedLoraError as error:
+        return Verdict(path, error=error)
+    return Verdict(path, report)
+
+
+def _fit(path: Path, verdict: Verdict, manager: LoraManager, page_bytes: int) -> Verdict:
+    if verdict.report is None:
+        return verdict
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PagedLoraWarning)  # the report has it
+            info = manager.register("adapter", path)
+    except PagedLoraError as error:
+        return Verdict(path, verdict.report, error=error)
+    manager.unload("adapter")
+    return Verdict(path, verdict.report, info, page_bytes)
+
+
+def _manager(
+    model: nn.Module, max_rank: int, options: ProbeOptions, closers: ExitStack
+) -> tuple[LoraManager, int]:
+    """A manager over tiers that need only exist, with the pages of ones of the usual size."""
+    from pagedlora import _core
+    from pagedlora.config import PeftCacheConfig
+    from pagedlora.lora_manager import LoraManager
+    from pagedlora.model_config import LoraModelConfig
+    from pagedlora.peft_cache import PeftCacheManager
+
+    config = LoraModelConfig.from_module(
+        model, "all-linear", max_lora_rank=options.max_lora_rank or max_rank
+    )
+    params = _core.search_layout_params(config, CACHE_BYTES)
+    tier_bytes = max(_TIER_BYTES, params.page_bytes)
+    cache = PeftCacheManager(
+        config,
+        PeftCacheConfig(
+            host_cache_size=tier_bytes,
+            device_cache_size=tier_bytes,
+            page_size=params.page_bytes,
+            max_part_size=params.max_part_bytes,
+        ),
+        device="cpu",
+    )
+    closers.callback(cache.close)
+    manager = LoraManager(config, cache, strict=options.strict, allow_pickle=options.allow_pickle)
+    return manager, cache.page_bytes

@@ -1,0 +1,189 @@
+"""`pagedlora probe` says what adapters hold, whether they would load, and if not why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.adapters import (
+    WEIGHTS_FILE,
+    adapter_tensors,
+    write_adapter,
+    write_random_adapter,
+)
+from tests.support.tiny_models import build_tiny_model
+from typer.testing import CliRunner, Result
+
+from pagedlora import LoraManager, LoraModelConfig, PeftCacheConfig, PeftCacheManager
+from pagedlora.cli import app
+from pagedlora.sizes import format_size
+
+CONFIG = LoraModelConfig.from_module(build_tiny_model("llama"))
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+
+
+def probe(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["probe", *map(str, arguments)])
+
+
+def row_of(result: Result, name: str) -> list[str]:
+    """The cells of an adapter's row."""
+    rows = [line.strip("│ ").split("│") for line in result.output.splitlines() if "│" in line]
+    [row] = [row for row in rows if row[0].strip() == name]
+    return [cell.strip() for cell in row]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_tiny_model("llama").save_pretrained(path)
+    return path
+
+
+# ---- one adapter -------------------------------------------------------------------------------
+
+
+def test_one_adapter_is_shown_with_its_modules_and_settings(tmp_path: Path) -> None:
+    path = write_random_adapter(
+        tmp_path / "mine", CONFIG, rank=3, seed=1, targets=["q_proj"], alpha_pattern={"q_proj": 9}
+    )
+    result = probe(path)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"mine  {path}")
+    assert "384 parameters in 4 tensors of F32" in result.output
+    assert (
+        "r=3, lora_alpha=16.0, target_modules=q_proj, alpha_pattern={'q_proj': 9.0}"
+        in result.output
+    )
+    for layer in (0, 1):
+        assert row_of(result, f"model.layers.{layer}.self_attn.q_proj")[1:] == ["3", "3"]
+
+
+def test_with_a_model_its_pages_renames_and_casts_are_shown(tmp_path: Path, model: Path) -> None:
+    tensors = adapter_tensors(CONFIG.modules[:3], 2, seed=1, dtype=torch.bfloat16)
+    path = write_adapter(tmp_path, {f"module.{name}": each for name, each in tensors.items()})
+    result = probe(path, "--model", model)
+    assert result.exit_code == 0, result.output
+    cache = PeftCacheManager(
+        LoraModelConfig.from_module(build_tiny_model("llama"), max_lora_rank=2),
+        PeftCacheConfig(device_cache_size=2**26),
+    )
+    info = LoraManager(cache.model_config, cache).register("a", path)
+    pages = f"{info.num_pages} pages of {cache.page_bytes:,} bytes in a tier"
+    cache.close()
+    assert pages in result.output
+    assert "module. taken away in 3 modules" in result.output
+    assert "6 tensors of BF16 are kept as float32" in result.output
+    assert "target modules have no tensors" in result.output
+
+
+def test_one_that_is_refused_is_an_error_in_one_line(tmp_path: Path) -> None:
+    result = probe(write_random_adapter(tmp_path, CONFIG, rank=2, seed=1, use_dora=True))
+    assert result.exit_code == 1
+    assert result.output.startswith("error: the adapter's configuration has use_dora=True")
+    assert len(result.output.splitlines()) == 1
+
+
+def test_one_that_does_not_fit_the_model_is_refused(tmp_path: Path, model: Path) -> None:
+    tensors = adapter_tensors(CONFIG.modules, 2, seed=1)
+    tensors[f"{Q}.lora_A.weight"] = torch.ones(2, 5)
+    path = write_adapter(tmp_path, tensors)
+    assert probe(path).exit_code == 0
+    result = probe(path, "--model", model)
+    assert result.exit_code == 1
+    assert "the model needs [2, 32]" in result.output
+
+
+def test_what_files_say_is_no_markup(tmp_path: Path) -> None:
+    name = "model.[bold]q_proj[/x]"
+    tensors = {
+        f"{name}.lora_A.weight": torch.ones(2, 3),
+        f"{name}.lora_B.weight": torch.ones(3, 2),
+    }
+    fields = {"target_modules": [name], "rank_pattern": {"[/red]": 7, "model.*": 2}}
+    path = write_adapter(tmp_path / "[red]name[", tensors, **fields)
+    result = probe(path, "--no-strict")
+    assert result.exit_code == 0, result.output
+    for text in (path.name, name, "ignored rank_pattern['[/red]']"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_nothing_there_is_an_error(tmp_path: Path, make: bool) -> None:
+    path = tmp_path / "none"
+    if make:
+        path.mkdir()
+    result = probe(path)
+    assert result.exit_code == 1
+    assert result.output.startswith("error: there is no adapter_config.json")
+
+
+def test_options_decide_what_loads(tmp_path: Path, model: Path) -> None:
+    path = write_random_adapter(tmp_path / "a", CONFIG, rank=4, seed=1, a_field_of_tomorrow=1)
+    assert probe(path).exit_code == 1
+    for arguments in ((), ("--model", model)):
+        result = probe(path, "--no-strict", *arguments)
+        assert result.exit_code == 0, result.output
+        assert "ignored a_field_of_tomorrow=1" in result.output
+        assert probe(path, "--no-strict", "--max-lora-rank", 4, *arguments).exit_code == 0
+        refused = probe(path, "--no-strict", "--max-lora-rank", 3, *arguments)
+        assert refused.exit_code == 1
+        assert "LoRA rank 4 is greater than max_lora_rank 3" in refused.output
+    tensors = adapter_tensors(CONFIG.modules, 2, seed=1)
+    pickled = write_adapter(tmp_path / "b", tensors)
+    (pickled / WEIGHTS_FILE).unlink()
+    torch.save(tensors, pickled / "adapter_model.bin")
+    assert probe(pickled).exit_code == 1
+    assert probe(pickled, "--allow-pickle").exit_code == 0
+    assert probe(pickled, "--allow-pickle", "--model", model).exit_code == 0
+
+
+# ---- a directory of adapters -------------------------------------------------------------------
+
+
+def test_a_directory_of_adapters_is_a_table(tmp_path: Path, model: Path) -> None:
+    write_random_adapter(tmp_path / "b", CONFIG, rank=8, seed=1, dtype=torch.float16)
+    write_random_adapter(tmp_path / "a", CONFIG, rank=2, seed=2, targets=["q_proj"])
+    (tmp_path / "no adapter").mkdir()
+    (tmp_path / "a file").write_text("x")
+    result = probe(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert row_of(result, "a")[:6] == ["a", "yes", "2", "8", "2", "F32"]
+    size = (tmp_path / "a" / WEIGHTS_FILE).stat().st_size
+    assert row_of(result, "a")[6] == format_size(size)
+    assert row_of(result, "b")[:6] == ["b", "yes", "8", "2", str(len(CONFIG.modules)), "F16"]
+    assert result.output.index(" a ") < result.output.index(" b ")
+    assert "no adapter" not in result.output
+    with_model = probe(tmp_path, "--model", model)
+    assert with_model.exit_code == 0, with_model.output
+    assert [int(row_of(with_model, name)[7]) > 0 for name in "ab"] == [True, True]
+
+
+def test_the_exit_code_tells_that_some_are_refused_and_the_reasons_follow(
+    tmp_path: Path, model: Path
+) -> None:
+    write_random_adapter(tmp_path / "good", CONFIG, rank=2, seed=1)
+    write_random_adapter(tmp_path / "dora", CONFIG, rank=2, seed=1, use_dora=True)
+    write_random_adapter(tmp_path / "half", CONFIG, rank=2, seed=1)
+    (tmp_path / "half" / WEIGHTS_FILE).unlink()
+    tensors = adapter_tensors(CONFIG.modules, 2, seed=1)
+    tensors["model.layers.9.q_proj.lora_A.weight"] = torch.ones(2, 5)
+    tensors["model.layers.9.q_proj.lora_B.weight"] = torch.ones(5, 2)
+    write_adapter(tmp_path / "stranger", tensors)
+    without = probe(tmp_path)
+    assert without.exit_code == 1
+    loads = {name: row_of(without, name)[1] for name in ("good", "dora", "half", "stranger")}
+    assert loads == {"good": "yes", "dora": "no", "half": "no", "stranger": "yes"}
+    result = probe(tmp_path, "--model", model)
+    assert result.exit_code == 1
+    assert row_of(result, "stranger")[1] == "no"
+    assert "dora is refused: the adapter's configuration has use_dora=True" in result.output
+    assert "half is refused: there is no adapter_model.safetensors" in result.output
+    assert "stranger is refused: tensor 'model.layers.9.q_proj.lora_A.weight'" in result.output
+    assert "good is refused" not in result.output
