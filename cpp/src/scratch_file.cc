@@ -15,6 +15,13 @@
 namespace pagedlora {
 namespace {
 
+// Pieces begin at multiples of it, as only whole blocks of a file system can be given back.
+constexpr std::uint64_t kBlockBytes = 4096;
+
+std::uint64_t whole_blocks(std::uint64_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
+
 // A file without a name, or -1 with errno set.
 int open_nameless(const std::string& directory) {
   const int fd = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
@@ -119,7 +126,7 @@ std::shared_ptr<const ScratchPiece> ScratchFile::append(std::span<const std::byt
     }
     done += static_cast<std::size_t>(std::max<ssize_t>(count, 0));
   }
-  end_ += bytes.size();
+  end_ += whole_blocks(bytes.size());
   return piece;
 }
 
@@ -132,7 +139,8 @@ std::uint64_t ScratchFile::used_bytes() const {
 void ScratchFile::give_back(std::uint64_t offset, std::size_t bytes) const noexcept {
   if (bytes != 0) {
     static_cast<void>(::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                                  static_cast<off_t>(offset), static_cast<off_t>(bytes)));
+                                  static_cast<off_t>(offset),
+                                  static_cast<off_t>(whole_blocks(bytes))));
   }
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
-from pagedlora.errors import AdapterFormatError
+from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
 from pagedlora.loaders.digest import ModuleContent, content_digest
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.packed import unpack
@@ -129,11 +129,18 @@ class AdapterWeights:
 
         Raises:
             AdapterFormatError: The weights do not fit the model.
-            UnsupportedAdapterError: The rank is over the maximum.
+            UnsupportedAdapterError: The rank is over the maximum, or the adapter is DoRA, which
+                needs the base model's weights.
         """
         if self._carried is None or self._carried[0] is not model_config:
             source = _core.make_memory_source(self._buffer, _DESCRIPTION)
             adapter = bind(self._tensors, ModuleTable(model_config), _DESCRIPTION)
+            for copy in adapter.base_copies.values():
+                raise UnsupportedAdapterError(
+                    f"tensor '{copy.name:.200}' of the {_DESCRIPTION} is a copy of the base "
+                    "model's weight, which cannot be compared here: leave it out",
+                    field=copy.name,
+                )
             plan = _core.AdapterPlan(model_config, make_rows(adapter.modules), source)
             self._carried = (model_config, _core.CarriedWeights(plan, self._digest))
         return self._carried[1]
@@ -142,7 +149,8 @@ class AdapterWeights:
 def _digest(buffer: bytearray, tensors: AdapterTensors, check: ValueCheck | None = None) -> str:
     view = memoryview(buffer)
     modules = (
-        ModuleContent(name, module.scale, module.pair) for name, module in tensors.modules.items()
+        ModuleContent(name, module.scale, module.pair, module.vectors, module.is_embedding)
+        for name, module in tensors.modules.items()
     )
     return content_digest(modules, lambda offset, size: (view[offset : offset + size],), check)
 

@@ -44,13 +44,16 @@ def squared_row_norms(
     return norms
 
 
-def dora_scale(magnitude: torch.Tensor, squared_norms: torch.Tensor, name: str) -> torch.Tensor:
+def dora_scale(
+    magnitude: torch.Tensor, squared_norms: torch.Tensor, name: str, path: str = ""
+) -> torch.Tensor:
     """m/n of a module.
 
     Args:
         magnitude: [out], as trained.
         squared_norms: [out] float64.
         name: Of the module, for errors.
+        path: Of the adapter, for errors.
 
     Returns:
         [out] float32.
@@ -67,7 +70,7 @@ def dora_scale(magnitude: torch.Tensor, squared_norms: torch.Tensor, name: str) 
         raise AdapterFormatError(
             f"the DoRA scale of output {row} of module '{name}' is not finite: its magnitude is "
             f"{float(magnitude[row])}, the norm of its weight {float(squared_norms[row]) ** 0.5}",
-            path="",
+            path=path,
             tensor=f"{name}.lora_magnitude_vector",
         )
     return scale

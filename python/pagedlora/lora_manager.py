@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
+from pagedlora.base_weights import BaseWeights
 from pagedlora.errors import AdapterInUseError, AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.digest import length_prefixed
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.paths import is_possible_path, to_path
+from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
 from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
@@ -61,6 +63,7 @@ class LoraManager:
         cache_manager: PeftCacheManager,
         *,
         base_model_id: str = "",
+        base_weights: BaseWeights | None = None,
         strict: bool = True,
         allow_pickle: bool = False,
         check_values: bool = True,
@@ -72,6 +75,10 @@ class LoraManager:
             cache_manager: Gets a task per generation.
             base_model_id: Tells the base model's weights from others of the same shape, in
                 `cache_salt`; the same in every process that shares keys.
+            base_weights: Gives the base model's weights by module name, `[out_features,
+                in_features]`; `ModelWeights(model)` is one. DoRA adapters need them, as do
+                adapters whose files repeat the weight of an embedding: both are read when they are
+                registered. None: they are refused.
             strict: Refuses adapters with fields that this release does not know, and with keys of
                 `rank_pattern` or `alpha_pattern` that match no module. If false, they are ignored
                 with a `PagedLoraWarning` and noted in the adapter's report.
@@ -90,8 +97,9 @@ class LoraManager:
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
         options = LoadOptions(strict, allow_pickle, check_values)
+        base = BaseModel(base_weights)
         parts = RegistryParts(
-            table, options, self._lock, self._generations, self._names, self._pins
+            table, options, base, self._lock, self._generations, self._names, self._pins
         )
         self._reloader = Reloader(parts)
         self._loader = Loader(parts, self._reloader)

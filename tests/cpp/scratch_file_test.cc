@@ -66,6 +66,10 @@ TEST_F(ScratchFileTest, PiecesKeepTheFileAndGiveTheirSpaceBack) {
   EXPECT_GE(file_->used_bytes(), 1U << 20);
   big.reset();
   EXPECT_LT(file_->used_bytes(), 64U << 10);
+  for (int round = 0; round < 100; ++round) {
+    file_->append(bytes_of(96, round));  // dropped at once
+  }
+  EXPECT_LT(file_->used_bytes(), 64U << 10);
   file_.reset();
   EXPECT_EQ(read(*kept, 0, 4'096), bytes_of(4'096, 2));
 }

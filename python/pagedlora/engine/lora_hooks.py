@@ -174,10 +174,14 @@ class _EmbeddingHook(_Hook):
             num_rows,
             self._out_features,
             self._name_dtype(y.dtype),
-            # Some embeddings scale what they look up, and PEFT what it adds (`embed_scale`).
-            float(getattr(module, "embed_scale", 1.0)),
+            _factor(module),
         )
         return None if y is output else y
+
+
+def _factor(module: nn.Module) -> float:
+    """By which some embeddings scale what they look up; PEFT scales what it adds as well."""
+    return float(getattr(module, "embed_scale", 1.0))
 
 
 def _bias(module: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:

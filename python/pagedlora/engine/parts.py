@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from pagedlora.base_weights import ModelWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.engine.adapter_names import AdapterNames
 from pagedlora.engine.admission import admit
@@ -113,6 +114,7 @@ def build_parts(
             cache.model_config,
             cache,
             base_model_id=str(getattr(loaded.model.config, "name_or_path", "")),
+            base_weights=ModelWeights(loaded.model),
             strict=lora_config.strict,
             allow_pickle=lora_config.allow_pickle,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,10 +61,13 @@ class PeftDirectory:
 
 
 def make_plan(
-    adapter: BoundAdapter, table: ModuleTable, source: _core.TensorSource
+    adapter: BoundAdapter,
+    table: ModuleTable,
+    source: _core.TensorSource,
+    dora_offsets: Mapping[str, int] | None = None,
 ) -> _core.AdapterPlan:
-    """What to read from a source for an adapter."""
-    return _core.AdapterPlan(table.config, make_rows(adapter.modules), source)
+    """What to read from a source for an adapter; `dora_offsets` as in `make_rows`."""
+    return _core.AdapterPlan(table.config, make_rows(adapter.modules, dora_offsets), source)
 
 
 def open_peft_directory(

@@ -9,11 +9,16 @@ from pagedlora.loaders.tensor_names import NameMatcher
 
 
 class ModuleSizes(NamedTuple):
-    """One module: its index in the configuration, and how many features go in and come out."""
+    """One module: its index in the configuration, and how many features go in and come out.
+
+    An embedding's in_features are its vocabulary. `is_in_layer`: whether it belongs to a layer.
+    """
 
     module_index: int
     in_features: int
     out_features: int
+    is_embedding: bool = False
+    is_in_layer: bool = True
 
 
 class ModuleTable:
@@ -38,7 +43,13 @@ class ModuleTable:
         modules = config.modules
         self.names = tuple(module.name for module in modules)
         self.sizes = {
-            module.name: ModuleSizes(index, module.in_features, module.out_features)
+            module.name: ModuleSizes(
+                index,
+                module.in_features,
+                module.out_features,
+                module.kind == _core.ModuleKind.embedding,
+                module.layer_id >= 0,
+            )
             for index, module in enumerate(modules)
         }
         self.matcher = NameMatcher(self.names)

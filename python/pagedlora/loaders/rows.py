@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagedlora import _core
@@ -61,18 +61,44 @@ class MatrixPair(NamedTuple):
         return self.a.shape[0]
 
 
+class ModuleVectors(NamedTuple):
+    """What a module may have beside A and B.
+
+    Attributes:
+        bias: Of B, [out_features].
+        magnitude: Of DoRA, as trained, [out_features].
+    """
+
+    bias: StoredTensor | None = None
+    magnitude: StoredTensor | None = None
+
+    @property
+    def there(self) -> tuple[StoredTensor, ...]:
+        """Those that the module has."""
+        return tuple(tensor for tensor in self if tensor is not None)
+
+
 class AdapterModule(NamedTuple):
     """One module of an adapter, without a model.
 
     Attributes:
         raw: Its name in the file, without PEFT's prefix.
-        pair: Its tensors.
+        pair: Its matrices.
         scale: The factor of B A x.
+        vectors: Its other tensors.
+        is_embedding: Whether A is [rank, vocabulary], of which tokens take columns.
     """
 
     raw: str
     pair: MatrixPair
     scale: float
+    vectors: ModuleVectors = ModuleVectors()
+    is_embedding: bool = False
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """All of its tensors."""
+        return (*self.pair, *self.vectors.there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +113,8 @@ class AdapterTensors:
         rules: What the configuration says about modules; None where there is no configuration.
         starts_at_zero: As in `PeftLoraConfig`.
         notes: What was ignored, and why.
+        base_copies: Module name to a copy of its weight in the base model, which PEFT saves with
+            an adapter for an embedding.
     """
 
     modules: dict[str, AdapterModule]
@@ -95,6 +123,7 @@ class AdapterTensors:
     rules: ModuleRules | None = None
     starts_at_zero: bool = True
     notes: tuple[str, ...] = ()
+    base_copies: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 class BoundModule(NamedTuple):
@@ -104,13 +133,17 @@ class BoundModule(NamedTuple):
         module_index: Of the model's module.
         name: The model's.
         scale: The factor of B A x.
-        pair: Its tensors, which fit.
+        pair: Its matrices, which fit.
+        vectors: Its other tensors, which fit.
+        is_embedding: As in `AdapterModule`.
     """
 
     module_index: int
     name: str
     scale: float
     pair: MatrixPair
+    vectors: ModuleVectors = ModuleVectors()
+    is_embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +153,13 @@ class BoundAdapter:
     Attributes:
         modules: One for each module of the adapter.
         report: What became of its tensors.
+        base_copies: The model's name of a module to a tensor that must be its weight in the base
+            model, of the same shape.
     """
 
     modules: tuple[BoundModule, ...]
     report: CoverageReport
+    base_copies: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def pair_tensors(
@@ -163,12 +199,15 @@ def pair_tensors(
     if not found:
         raise _error(path, "", f"has no tensors: it would answer like the base model; {_ZERO_3}")
     rules = ModuleRules(config, path)
+    base_copies = _take_base_copies(found, path)
     modules = {
         module: _make_module(module, kinds, rules, config, path) for module, kinds in found.items()
     }
     notes = (*config.notes, *_check_unused_keys(rules, strict))
     adapter_name = _one_name(adapter_names - {""}, path)
-    return AdapterTensors(modules, num_tensors, adapter_name, rules, config.starts_at_zero, notes)
+    return AdapterTensors(
+        modules, num_tensors, adapter_name, rules, config.starts_at_zero, notes, base_copies
+    )
 
 
 def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter:
@@ -203,24 +242,48 @@ def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter
         ignored=adapter.notes,
         missing=_count_missing(adapter, modules, table, path),
         casts=_casts(modules.values(), table),
+        verified=len(adapter.base_copies),
     )
-    return BoundAdapter(tuple(modules.values()), report)
+    return BoundAdapter(
+        tuple(modules.values()), report, _bind_base_copies(adapter, modules, table, path)
+    )
 
 
-def make_rows(modules: Iterable[BoundModule]) -> list[_core.PlannedRow]:
-    """The rows of a load plan, one for each module."""
-    return [
-        _core.PlannedRow(
-            module.module_index,
-            module.pair.rank,
-            module.scale,
-            module.pair.a.offset,
-            _DTYPES[module.pair.a.dtype],
-            module.pair.b.offset,
-            _DTYPES[module.pair.b.dtype],
+def make_rows(
+    modules: Iterable[BoundModule], dora_offsets: Mapping[str, int] | None = None
+) -> list[_core.PlannedRow]:
+    """The rows of a load plan, one for each module.
+
+    Args:
+        modules: Of an adapter that fits a model.
+        dora_offsets: Module name to where its DoRA scale lies in the source.
+
+    Raises:
+        UnsupportedAdapterError: A module has a magnitude and no DoRA scale.
+    """
+    return [_make_row(module, dora_offsets or {}) for module in modules]
+
+
+def _make_row(module: BoundModule, dora_offsets: Mapping[str, int]) -> _core.PlannedRow:
+    a, b = module.pair
+    bias, magnitude = module.vectors
+    if magnitude is not None and module.name not in dora_offsets:
+        raise UnsupportedAdapterError(
+            f"tensor '{magnitude.name:.200}' belongs to use_dora=True, which needs the norms of "
+            "the base model's weights: give LoraManager base_weights, and register the adapter",
+            field="use_dora",
         )
-        for module in modules
-    ]
+    return _core.PlannedRow(
+        module.module_index,
+        module.pair.rank,
+        module.scale,
+        a.offset,
+        _DTYPES[a.dtype],
+        b.offset,
+        _DTYPES[b.dtype],
+        bias=None if bias is None else (bias.offset, _DTYPES[bias.dtype]),
+        dora_scale_offset=dora_offsets.get(module.name),
+    )
 
 
 def whole_tensors(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
@@ -274,12 +337,12 @@ def _make_module(
     config: PeftLoraConfig,
     path: str,
 ) -> AdapterModule:
-    a, b = kinds.get(TensorKind.A), kinds.get(TensorKind.B)
+    kind_a, kind_b = _matrix_kinds(module, kinds, path)
+    a, b = kinds.get(kind_a), kinds.get(kind_b)
     if a is None or b is None:
-        there, missing = ("B", "A") if a is None else ("A", "B")
-        raise _error(
-            path, f"{module}.lora_{missing}.weight", f"is missing: there is only lora_{there}"
-        )
+        there, missing = (kind_b, kind_a) if a is None else (kind_a, kind_b)
+        only = there.value.removesuffix(".weight")
+        raise _error(path, f"{module}.{missing.value}", f"is missing: there is only {only}")
     if not rules.is_target(module):
         raise _error(
             path,
@@ -290,7 +353,78 @@ def _make_module(
     _check_matrix(b, path)
     scaling = rules.scaling(module)
     _check_ranks(a, b, scaling, path)
-    return AdapterModule(split_name(a.name).raw, MatrixPair(a, b), scaling.scale)
+    vectors = _make_vectors(module, kinds, b, config, path)
+    is_embedding = kind_a is TensorKind.EMBEDDING_A
+    raw = split_name(a.name).raw
+    return AdapterModule(raw, MatrixPair(a, b), scaling.scale, vectors, is_embedding)
+
+
+def _matrix_kinds(
+    module: str, kinds: Mapping[TensorKind, StoredTensor], path: str
+) -> tuple[TensorKind, TensorKind]:
+    """Which tensors are A and B: those of linear modules, or of embeddings."""
+    linear = (TensorKind.A, TensorKind.B)
+    embedding = (TensorKind.EMBEDDING_A, TensorKind.EMBEDDING_B)
+    if kinds.keys().isdisjoint(embedding):
+        return linear
+    others = kinds.keys() & {*linear, TensorKind.BIAS}
+    if others:
+        name = kinds[min(others, key=lambda kind: kind.value)].name
+        raise _error(path, name, f"is beside lora_embedding_A or _B of module '{module}'")
+    return embedding
+
+
+def _make_vectors(
+    module: str,
+    kinds: Mapping[TensorKind, StoredTensor],
+    b: StoredTensor,
+    config: PeftLoraConfig,
+    path: str,
+) -> ModuleVectors:
+    wanted = {
+        TensorKind.BIAS: ("lora_bias", config.lora_bias),
+        TensorKind.MAGNITUDE: ("use_dora", config.use_dora),
+    }
+    for kind, (field_name, is_wanted) in wanted.items():
+        tensor = kinds.get(kind)
+        if tensor is None and is_wanted:
+            raise _error(
+                path,
+                f"{module}.{kind.value}",
+                f"is missing, though the configuration says {field_name}=True",
+            )
+        if tensor is not None and not is_wanted:
+            raise _error(path, tensor.name, f"is there, but {field_name} is not true")
+        if tensor is not None:
+            _check_vector(tensor, b.shape[0], path)
+    return ModuleVectors(*(kinds.get(kind) for kind in wanted))
+
+
+def _check_vector(tensor: StoredTensor, length: int, path: str) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise _error(path, tensor.name, f"has dtype {tensor.dtype}: F32, F16 and BF16 are possible")
+    if tensor.shape != [length]:
+        raise _error(path, tensor.name, f"has shape {tensor.shape}: lora_B needs [{length}]")
+
+
+def _take_base_copies(
+    found: Mapping[str, dict[TensorKind, StoredTensor]], path: str
+) -> dict[str, StoredTensor]:
+    """Takes copies of base weights out; only modules with LoRA may have one."""
+    copies: dict[str, StoredTensor] = {}
+    for module, kinds in found.items():
+        copy = kinds.pop(TensorKind.BASE_COPY, None)
+        if copy is not None:
+            if not kinds:
+                raise _error(
+                    path,
+                    copy.name,
+                    "is a weight of the base model, for a module without LoRA: it is not used",
+                )
+            if copy.dtype not in _DTYPES:
+                raise _error(path, copy.name, f"has dtype {copy.dtype}, unlike any base weight")
+            copies[module] = copy
+    return copies
 
 
 def _check_ranks(a: StoredTensor, b: StoredTensor, scaling: ModuleScaling, path: str) -> None:
@@ -330,13 +464,13 @@ def _check_matrix(tensor: StoredTensor, path: str) -> None:
 
 def _check_unused_keys(rules: ModuleRules, strict: bool) -> list[str]:
     notes: list[str] = []
-    for field, key in rules.unused_keys():
-        problem = f"{field}[{key!r:.80}], which matches no module of the adapter"
+    for name, key in rules.unused_keys():
+        problem = f"{name}[{key!r:.80}], which matches no module of the adapter"
         if strict:
             raise UnsupportedAdapterError(
                 f"the adapter's configuration has {problem}: the scale that was meant for some "
                 "module may be missing. Way out: correct it, or ignore such keys with strict=False",
-                field=field,
+                field=name,
             )
         if len(notes) < _MAX_NOTES:
             notes.append(f"ignored {problem}")
@@ -367,7 +501,14 @@ def _count_missing(
     rules = adapter.rules
     if rules is None or len(there) == len(table.names):
         return 0
-    missing = [name for name in table.names if name not in there and rules.is_target(name)]
+    missing = [
+        name
+        for name in table.names
+        if name not in there
+        and rules.is_target(name)
+        # "all-linear" means neither embeddings nor the output embedding.
+        and (table.sizes[name].is_in_layer or not rules.targets_all_linear)
+    ]
     if missing and not adapter.starts_at_zero:
         raise _error(
             path,
@@ -399,11 +540,36 @@ def _bind_module(
             "among its LoRA target modules",
         )
     sizes = table.sizes[name]
+    if sizes.is_embedding != module.is_embedding:
+        has, needed = ("lora_embedding_A", "lora_A")[:: 1 if module.is_embedding else -1]
+        raise _error(
+            path, a.name, f"is {has} for module '{name}' of the model, which needs {needed}"
+        )
     rank = module.pair.rank
     check_rank(rank, table.max_lora_rank, path)
     _check_shape(a, [rank, sizes.in_features], path)
     _check_shape(b, [sizes.out_features, rank], path)
-    return BoundModule(sizes.module_index, name, module.scale, module.pair)
+    return BoundModule(
+        sizes.module_index, name, module.scale, module.pair, module.vectors, module.is_embedding
+    )
+
+
+def _bind_base_copies(
+    adapter: AdapterTensors, bound: Mapping[str, BoundModule], table: ModuleTable, path: str
+) -> dict[str, StoredTensor]:
+    names = dict(zip(adapter.modules, bound, strict=True))
+    copies = {names[module]: copy for module, copy in adapter.base_copies.items()}
+    for name, copy in copies.items():
+        sizes = table.sizes[name]
+        needed = [sizes.out_features, sizes.in_features][:: -1 if sizes.is_embedding else 1]
+        if copy.shape != needed:
+            raise UnsupportedAdapterError(
+                f"tensor '{copy.name:.200}' of '{path}' replaces the weight of module '{name}', "
+                f"{needed}, by one of shape {copy.shape}: tokens were added, which is not "
+                "supported. Way out: train without new tokens",
+                field=copy.name,
+            )
+    return copies
 
 
 def _check_shape(tensor: StoredTensor, needed: list[int], path: str) -> None:

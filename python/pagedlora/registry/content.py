@@ -13,6 +13,7 @@ from pagedlora.loaders.hf import PeftDirectory, make_plan, open_peft_directory
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.values import ValueCheck
+from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 
 
@@ -67,9 +68,12 @@ class AdapterContent:
 
 
 def parse_adapter(
-    path: str, table: ModuleTable, options: LoadOptions = DEFAULT_OPTIONS
+    path: str,
+    table: ModuleTable,
+    options: LoadOptions = DEFAULT_OPTIONS,
+    base: BaseModel | None = None,
 ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
-    """Parses a PEFT directory for a model; reads no weights.
+    """Parses a PEFT directory for a model; reads no weights, but for what `base` needs of them.
 
     Returns:
         The content, and the plan that reads it through a group of sources to which others of the
@@ -83,7 +87,8 @@ def parse_adapter(
     for note in adapter.report.ignored:
         warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
-    plan = make_plan(adapter, table, group)
+    source, dora_offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
+    plan = make_plan(adapter, table, source, dora_offsets)
     real_path = os.path.realpath(path)
     real_path = path if real_path == path else real_path  # one string for both
     content = AdapterContent(directory, real_path, RowTable(adapter.modules), adapter.report)

@@ -21,6 +21,7 @@ class Loader:
     def __init__(self, parts: RegistryParts, reloader: Reloader) -> None:
         self._table = parts.table
         self._options = parts.options
+        self._base = parts.base
         self._lock = parts.lock
         self._generations = parts.generations
         self._names = parts.names
@@ -30,7 +31,7 @@ class Loader:
 
     def register(self, name: str, path: str) -> NameEntry:
         """As `LoraManager.register`."""
-        content, plan, sources = parse_adapter(path, self._table, self._options)
+        content, plan, sources = parse_adapter(path, self._table, self._options, self._base)
         with self._lock:
             self._names.check_new(name)
             return self._names.add(name, self._generations.add(content, plan, sources))
@@ -104,7 +105,7 @@ class Loader:
 
     def _register_or_find(self, name: str, path: str) -> tuple[NameEntry, bool]:
         """The name's entry, and whether this call made it: another one may have meanwhile."""
-        content, plan, sources = parse_adapter(path, self._table, self._options)
+        content, plan, sources = parse_adapter(path, self._table, self._options, self._base)
         with self._lock:
             entry = self._names.find(name)
             if entry is None:

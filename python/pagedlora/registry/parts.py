@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.generations import GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.names import NameTable
@@ -19,6 +20,7 @@ class RegistryParts:
     Attributes:
         table: The model's modules.
         options: What adapters may be.
+        base: What is known of the base model's weights.
         lock: Never held while anybody hashes, reads or waits.
         generations: Contents.
         names: What they are called, and by whom they are used.
@@ -27,6 +29,7 @@ class RegistryParts:
 
     table: ModuleTable
     options: LoadOptions
+    base: BaseModel
     lock: threading.RLock
     generations: GenerationTable
     names: NameTable

@@ -204,12 +204,12 @@ def _rescaled(modules: Sequence[BoundModule], factor: float) -> list[BoundModule
     return [module._replace(scale=module.scale * factor) for module in modules]
 
 
-FAULTS_OF_THE_LOADER: dict[str, Callable[[Sequence[BoundModule]], list[_core.PlannedRow]]] = {
-    "a module dropped": lambda modules: make_rows(modules[1:]),
-    "a module twice as strong": lambda modules: make_rows(
+FAULTS_OF_THE_LOADER: dict[str, Callable[..., list[_core.PlannedRow]]] = {
+    "a module dropped": lambda modules, _: make_rows(modules[1:]),
+    "a module twice as strong": lambda modules, _: make_rows(
         [*_rescaled(modules[:1], 2.0), *modules[1:]]
     ),
-    "scaled by 1.1": lambda modules: make_rows(_rescaled(modules, 1.1)),
+    "scaled by 1.1": lambda modules, _: make_rows(_rescaled(modules, 1.1)),
 }
 
 
