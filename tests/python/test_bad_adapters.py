@@ -16,6 +16,7 @@ from tests.support.adapters import (
     WEIGHTS_FILE,
     adapter_tensors,
     assert_same_weights,
+    select_modules,
     weights_of,
     write_adapter,
 )
@@ -119,6 +120,47 @@ def test_a_truncated_file(small_cache: Cache, tmp_path: Path, kept: float) -> No
     assert error.path == str(directory / WEIGHTS_FILE)
 
 
+def raw_file(directory: Path, header: str, body: bytes = b"") -> None:
+    """A weights file of any header."""
+    text = header.encode()
+    (directory / WEIGHTS_FILE).write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def tensor_entry(shape: list[int], begin: int, end: int) -> str:
+    return f'{{"dtype": "F32", "shape": {shape}, "data_offsets": [{begin}, {end}]}}'
+
+
+RAW_HEADERS: dict[str, tuple[str, int, str]] = {
+    "no tensors": ("{}", 0, "has no tensors"),
+    "metadata alone": ('{"__metadata__": {"format": "pt"}}', 0, "ZeRO-3"),
+    "overlapping": (
+        f'{{"{Q_A}": {tensor_entry([4, 48], 0, 768)}, "{Q_B}": {tensor_entry([64, 4], 4, 1028)}}}',
+        1028,
+        "overlaps",
+    ),
+    "a name twice": (
+        f'{{"x": {tensor_entry([4, 48], 0, 768)}, "x": {tensor_entry([4, 48], 768, 1536)}}}',
+        1536,
+        "occurs twice",
+    ),
+    "a hole": (f'{{"{Q_A}": {tensor_entry([4, 48], 8, 776)}}}', 776, "belong to no tensor"),
+    "past the end": (f'{{"{Q_A}": {tensor_entry([4, 48], 0, 768)}}}', 700, "has 700"),
+    "a list": ("[]", 0, "does not start with"),
+    "deep": ('{"x": ' + "[" * 100_000, 0, "not valid"),
+    "negative": (f'{{"{Q_A}": {tensor_entry([-4, 48], 0, 768)}}}', 768, "not valid"),
+}
+
+
+@pytest.mark.parametrize("name", RAW_HEADERS)
+def test_a_hostile_header(small_cache: Cache, tmp_path: Path, name: str) -> None:
+    header, body_bytes, message = RAW_HEADERS[name]
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    raw_file(directory, header, bytes(body_bytes))
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert message in str(error)
+    assert error.path == str(directory / WEIGHTS_FILE)
+
+
 def test_a_header_that_claims_too_much(small_cache: Cache, tmp_path: Path) -> None:
     directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
     with (directory / WEIGHTS_FILE).open("r+b") as file:
@@ -134,6 +176,9 @@ CONFIG_TEXTS = {
     "not utf-8": '{"r": 4, "x": "\udcff"}',
     "rank text": '{"r": "4", "lora_alpha": 8, "target_modules": ["q_proj"]}',
     "rank true": '{"r": true, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "rank a fraction": '{"r": 8.0, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "rank -1": '{"r": -1, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "rank null": '{"r": null, "lora_alpha": 8, "target_modules": ["q_proj"]}',
     "rank 0": '{"r": 0, "lora_alpha": 8, "target_modules": ["q_proj"]}',
     "no rank": '{"lora_alpha": 8, "target_modules": ["q_proj"]}',
     "no alpha": '{"r": 4, "target_modules": ["q_proj"]}',
@@ -146,6 +191,14 @@ CONFIG_TEXTS = {
     "no targets": '{"r": 4, "lora_alpha": 8}',
     "empty targets": '{"r": 4, "lora_alpha": 8, "target_modules": []}',
     "numbers as targets": '{"r": 4, "lora_alpha": 8, "target_modules": [1]}',
+    "a key twice": '{"r": 4, "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "an inner key twice": (
+        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {"x": 1, "x": 2}}'
+    ),
+    "an unused key twice": (
+        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "eva_config": {"x": 1, "x": 1}}'
+    ),
+    "number of 5000 digits": f'{{"r": 1{"0" * 5000}, "lora_alpha": 1, "target_modules": ["q"]}}',
     "too long": '{"r": 4, "x": "' + "y" * (5 << 20) + '"}',
 }
 
@@ -157,6 +210,69 @@ def test_a_broken_configuration(small_cache: Cache, tmp_path: Path, text: str) -
     error = refuse(small_cache, directory, AdapterFormatError)
     assert str(directory) in error.path
     assert len(str(error)) < 1000
+
+
+PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+BROKEN_FIELDS: list[tuple[str, Any, str]] = [
+    ("rank_pattern", {"q_proj": 0}, "integer from 1"),
+    ("rank_pattern", {"q_proj": "4"}, "integer from 1"),
+    ("rank_pattern", {"q_proj": True}, "integer from 1"),
+    ("rank_pattern", [4], "names with a number each"),
+    ("rank_pattern", {"(": 4}, "not a regular expression"),
+    ("alpha_pattern", {"q_proj": None}, "a number in float32's range"),
+    ("alpha_pattern", {"q_proj": 1e39}, "a number in float32's range"),
+    ("alpha_pattern", "q_proj", "names with a number each"),
+    ("alpha_pattern", {"[": 1}, "not a regular expression"),
+    ("target_modules", "(", "not a regular expression"),
+    ("target_modules", 7, "names are needed"),
+    ("target_modules", {"q_proj": 1}, "names are needed"),
+    ("exclude_modules", "*", "not a regular expression"),
+    ("exclude_modules", [1], "names are needed"),
+    ("exclude_modules", ["q_proj"], "exclude_modules 'q_proj'"),
+    ("exclude_modules", ".*", "exclude_modules '.*'"),
+    ("layers_to_transform", "1", "a number or a list of numbers"),
+    ("layers_to_transform", [0.0], "a number or a list of numbers"),
+    ("layers_to_transform", [-1], "a number or a list of numbers"),
+    ("layers_to_transform", [0], "layers_to_transform [0]"),
+    ("layers_pattern", "layers", "without layers_to_transform"),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"), BROKEN_FIELDS, ids=lambda value: f"{value!s:.20}"
+)
+def test_a_field_with_an_impossible_value(
+    small_cache: Cache, tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    tensors = adapter_tensors(select_modules(small_cache.config, ["q_proj"]), 4, seed=1)
+    directory = write_adapter(tmp_path / "a", tensors, **{**PLAIN, field: value})
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert message in str(error)
+    assert field in str(error)
+
+
+@pytest.mark.parametrize("fields", [{"layers_to_transform": [0]}, {"layers_pattern": "layers"}])
+def test_layers_need_a_list_of_targets(
+    small_cache: Cache, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    fields = {"layers_to_transform": 0, **fields, "target_modules": ".*q_proj"}
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache), **fields)
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert "PEFT takes only with a list of target_modules" in str(error)
+
+
+def test_a_module_whose_weights_peft_would_draw_is_not_left_out(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    tensors = good_tensors(small_cache)
+    for matrix in (Q_A, Q_B):
+        del tensors[matrix]
+    directory = write_adapter(tmp_path / "a", tensors, init_lora_weights=False)
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert "PEFT would draw random weights" in str(error)
+    assert error.tensor == "model.layers.0.self_attn.q_proj.lora_A.weight"
+    zero = write_adapter(tmp_path / "zero", tensors, init_lora_weights="gaussian")
+    assert small_cache.adapters.register("zero", zero).report.missing == 1
 
 
 def test_very_many_targets_are_looked_up_and_not_tried_one_by_one() -> None:

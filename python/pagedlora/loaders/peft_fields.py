@@ -87,6 +87,11 @@ def _refused(name: str, why: str, way_out: str = _MERGE) -> PeftField:
     return PeftField(name, "refused", why, way_out)
 
 
+def _variant(name: str, why: str, way_out: str = _MERGE) -> PeftField:
+    """A configuration of its own: an empty one is PEFT's default and turns the variant on."""
+    return PeftField(name, "refused", why, way_out, lambda value: value is None, "null")
+
+
 _FIELDS = (
     PeftField(
         "peft_type",
@@ -159,7 +164,7 @@ _FIELDS = (
     _used(
         "use_dora", "DoRA: each output is scaled by its trained magnitude over its weight's norm"
     ),
-    _refused("velora_config", "the file has tensors that belong to training", "train without it"),
+    _variant("velora_config", "the file has tensors that belong to training", "train without it"),
     _refused(
         "alora_invocation_tokens",
         "the adapter acts from certain tokens on (aLoRA)",
@@ -167,7 +172,7 @@ _FIELDS = (
     ),
     _refused("use_qalora", "inputs are pooled in groups before A"),
     _harmless("qalora_group_size", "acts with use_qalora only, which is refused"),
-    _refused("monteclora_config", "A and B are drawn from a distribution", "train without it"),
+    _variant("monteclora_config", "A and B are drawn from a distribution", "train without it"),
     _refused("layer_replication", "layers of the base model are repeated", _MERGE),
     PeftField("runtime_config", "nested", "how PEFT runs"),
     _harmless("runtime_config.ephemeral_gpu_offload", "where PEFT computes"),
@@ -177,9 +182,9 @@ _FIELDS = (
         "parameters that are no modules are changed, such as fused experts of an MoE",
         "train on modules (target_modules)",
     ),
-    _refused("use_bdlora", "A or B are block-diagonal and stored packed"),
-    _refused("arrow_config", "a router mixes several adapters by token"),
-    _refused("kasa_config", "the base model's weights are truncated"),
+    _variant("use_bdlora", "A or B are block-diagonal and stored packed"),
+    _variant("arrow_config", "a router mixes several adapters by token"),
+    _variant("kasa_config", "the base model's weights are truncated"),
     _refused(
         "ensure_weight_tying",
         "the adapter of the embedding is that of the output layer, too",
