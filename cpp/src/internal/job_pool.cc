@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <span>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "pagedlora/errors.h"
 
@@ -11,6 +14,11 @@ namespace pagedlora::internal {
 namespace {
 
 constexpr std::chrono::milliseconds kJoinPatience{500};
+
+// What a scratch buffer consists of: loads of whole cache lines are faster than those across two.
+struct alignas(64) CacheLine {
+  std::byte bytes[64];
+};
 
 double to_seconds(Clock::Time time) { return std::chrono::duration<double>(time).count(); }
 
@@ -101,7 +109,7 @@ void JobPool::fail_queue(const std::exception_ptr& error) {
 }
 
 void JobPool::work(const std::shared_ptr<State>& state, const std::shared_ptr<Worker>& worker) {
-  std::vector<std::byte> scratch;
+  std::vector<CacheLine> scratch;
   std::unique_lock lock(state->board->mutex);
   while (!worker->is_abandoned) {
     state->work.wait(lock, [&] { return state->stopping || !state->queue.empty(); });
@@ -116,8 +124,8 @@ void JobPool::work(const std::shared_ptr<State>& state, const std::shared_ptr<Wo
     const auto start = std::chrono::steady_clock::now();
     std::exception_ptr error;
     try {
-      scratch.resize(state->options.scratch_bytes);
-      job->run(scratch);
+      scratch.resize((state->options.scratch_bytes + sizeof(CacheLine) - 1) / sizeof(CacheLine));
+      job->run(std::as_writable_bytes(std::span(scratch)).first(state->options.scratch_bytes));
     } catch (...) {
       error = std::current_exception();
     }

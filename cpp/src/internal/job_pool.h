@@ -91,7 +91,7 @@ class JobPool {
   struct Options {
     std::size_t num_workers = 1;
     std::size_t max_abandoned = 0;
-    std::size_t scratch_bytes = 0;  // per worker
+    std::size_t scratch_bytes = 0;  // per worker; begins with a cache line
     Clock::Time limit{};            // of run(), from when a worker takes the job
   };
 
