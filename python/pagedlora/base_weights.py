@@ -25,6 +25,24 @@ class BaseWeights(Protocol):
         ...
 
 
+class SizesOnly:
+    """Stands for weights that are not there, where adapters are only measured.
+
+    What is planned with it must not be used: the scales of DoRA are zeros.
+    """
+
+    def __call__(self, module_name: str) -> torch.Tensor:
+        """Refuses.
+
+        Raises:
+            UnsupportedAdapterError: Always.
+        """
+        raise UnsupportedAdapterError(
+            f"there is no weight of module '{module_name}': adapters are only measured here",
+            field="use_dora",
+        )
+
+
 class ModelWeights:
     """The weights of a live model, which must not change. Thread-safe."""
 

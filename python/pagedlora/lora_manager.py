@@ -18,6 +18,7 @@ from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
 from pagedlora.base_weights import BaseWeights
 from pagedlora.errors import AdapterInUseError, AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.digest import length_prefixed
+from pagedlora.loaders.fused_modules import FusedModules
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.paths import is_possible_path, to_path
@@ -64,6 +65,7 @@ class LoraManager:
         *,
         base_model_id: str = "",
         base_weights: BaseWeights | None = None,
+        fused_modules: FusedModules | None = None,
         strict: bool = True,
         allow_pickle: bool = False,
         check_values: bool = True,
@@ -79,6 +81,10 @@ class LoraManager:
                 in_features]`; `ModelWeights(model)` is one. DoRA adapters need them, as do
                 adapters whose files repeat the weight of an embedding: both are read when they are
                 registered. None: they are refused.
+            fused_modules: Lets adapters for parts fit fused modules of the model, and adapters for
+                fused modules fit parts: `{"qkv_proj": {"q_proj": 2048, "k_proj": 512, "v_proj":
+                512}}`, the parts in their order with their outputs. None: names must be the
+                model's.
             strict: Refuses adapters with fields that this release does not know, and with keys of
                 `rank_pattern` or `alpha_pattern` that match no module. If false, they are ignored
                 with a `PagedLoraWarning` and noted in the adapter's report.
@@ -88,7 +94,7 @@ class LoraManager:
             check_values: Whether adapters with NaN, infinity or values over the range of the
                 cache's type are refused when their whole content is read.
         """
-        table = ModuleTable(model_config)
+        table = ModuleTable(model_config, fused_modules)
         self._base_identity = _base_identity(table, base_model_id)
         self._cache = cache_manager
         self._lock = threading.RLock()

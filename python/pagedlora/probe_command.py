@@ -207,7 +207,9 @@ def _manager(
 ) -> tuple[LoraManager, int]:
     """A manager over tiers that need only exist, with the pages of ones of the usual size."""
     from pagedlora import _core
+    from pagedlora.base_weights import SizesOnly
     from pagedlora.config import PeftCacheConfig
+    from pagedlora.loaders.fused_modules import fused_modules_of
     from pagedlora.lora_manager import LoraManager
     from pagedlora.model_config import LoraModelConfig
     from pagedlora.peft_cache import PeftCacheManager
@@ -228,5 +230,12 @@ def _manager(
         device="cpu",
     )
     closers.callback(cache.close)
-    manager = LoraManager(config, cache, strict=options.strict, allow_pickle=options.allow_pickle)
+    manager = LoraManager(
+        config,
+        cache,
+        base_weights=SizesOnly(),
+        fused_modules=fused_modules_of(model.config),
+        strict=options.strict,
+        allow_pickle=options.allow_pickle,
+    )
     return manager, cache.page_bytes

@@ -83,6 +83,10 @@ around it: `base_model.model.`, `module.`, `_orig_mod.`, `_fsdp_wrapped_module.`
 away or put in, if then exactly one module has the name. What was renamed stands in \
 `AdapterInfo.report`. A tensor that fits nothing fails the load.
 
+A model whose `qkv_proj` or `gate_up_proj` is one module takes adapters for `q_proj`, `k_proj`, \
+`v_proj` or `gate_proj`, `up_proj`, which may have ranks of their own; a model that has these \
+takes adapters for the fused module. Other names: `LoraManager(fused_modules=...)`.
+
 ## Files
 
 Weights are read from `adapter_model.safetensors`: float32, bfloat16 or float16, cast to the \

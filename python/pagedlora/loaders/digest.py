@@ -28,7 +28,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.loaders.rows import BoundModule, MatrixPair, ModuleVectors, StoredTensor
+from pagedlora.loaders.rows import (
+    BoundModule,
+    MatrixPair,
+    ModuleVectors,
+    StoredTensor,
+    element_bytes,
+    row_label,
+)
 from pagedlora.loaders.values import ValueCheck
 
 if TYPE_CHECKING:
@@ -37,7 +44,6 @@ if TYPE_CHECKING:
 _FORMAT = "pagedlora adapter 1"
 _DORA, _BIAS, _EMBEDDING = 1, 2, 4
 _DTYPES = ("F32", "F16", "BF16")
-_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 ReadPieces = Callable[[int, int], Iterable["Buffer"]]
 """Offset and size in bytes to the bytes between, in pieces."""
@@ -80,27 +86,30 @@ class RowTable:
     Rows are in the order of the model's modules, so that files of equal layout have equal tables.
     """
 
-    __slots__ = ("_dtypes", "_offsets", "_vectors", "modules", "ranks", "scales")
+    __slots__ = ("_dtypes", "_offsets", "_slices", "_vectors", "modules", "ranks", "scales")
 
     def __init__(self, modules: Sequence[BoundModule]) -> None:
         """Takes what is needed of an adapter that fits a model."""
         self.modules, self.ranks, self.scales = array("I"), array("I"), array("f")
         self._offsets, self._dtypes = array("Q"), array("B")
-        for module in sorted(modules, key=lambda module: module.module_index):
+        self._slices: dict[int, tuple[int, int]] = {}  # by row; only those of parts
+        self._vectors: dict[int, tuple[tuple[int, str] | None, ...]] = {}
+        for row, module in enumerate(sorted(modules, key=_position)):
             self.modules.append(module.module_index)
             self.ranks.append(module.pair.rank)
             self.scales.append(module.scale)
             for matrix in module.pair:
                 self._offsets.append(matrix.offset)
                 self._dtypes.append(_DTYPES.index(matrix.dtype))
-        self._vectors = {
-            module.module_index: tuple(
-                None if vector is None else (vector.offset, vector.dtype)
-                for vector in module.vectors
-            )
-            for module in modules
-            if module.vectors.there
-        }
+            if module.out_slice is not None:
+                self._slices[row] = module.out_slice
+            if module.vectors.there:
+                self._vectors[row] = tuple(v and (v.offset, v.dtype) for v in module.vectors)
+
+    def labels(self, table: ModuleTable) -> list[str]:
+        """What the rows are for: `BoundModule.label` of each."""
+        names = (table.names[index] for index in self.modules)
+        return [row_label(name, self._slices.get(row)) for row, name in enumerate(names)]
 
     def is_laid_out_as(self, other: RowTable) -> bool:
         """Whether the same plan reads both files."""
@@ -108,24 +117,23 @@ class RowTable:
 
     def contents(self, table: ModuleTable) -> Iterator[ModuleContent]:
         """The modules, with the shapes that the model gives them."""
-        for row, (module, rank) in enumerate(zip(self.modules, self.ranks, strict=True)):
-            name = table.names[module]
-            sizes = table.sizes[name]
-            shapes = ([rank, sizes.in_features], [sizes.out_features, rank])
+        for row, label in enumerate(self.labels(table)):
+            rank, sizes = self.ranks[row], table.sizes[table.names[self.modules[row]]]
+            out = self._slices[row][1] if row in self._slices else sizes.out_features
+            shapes = ([rank, sizes.in_features], [out, rank])
             a, b = (
-                StoredTensor(name, _DTYPES[self._dtypes[i]], shape, self._offsets[i])
+                StoredTensor(label, _DTYPES[self._dtypes[i]], shape, self._offsets[i])
                 for i, shape in zip((2 * row, 2 * row + 1), shapes, strict=True)
             )
             vectors = ModuleVectors(
-                *(
-                    None
-                    if vector is None
-                    else StoredTensor(name, vector[1], [sizes.out_features], vector[0])
-                    for vector in self._vectors.get(module, ())
-                )
+                *(v and StoredTensor(label, v[1], [out], v[0]) for v in self._vectors.get(row, ()))
             )
             pair = MatrixPair(a, b)
-            yield ModuleContent(name, self.scales[row], pair, vectors, sizes.is_embedding)
+            yield ModuleContent(label, self.scales[row], pair, vectors, sizes.is_embedding)
+
+
+def _position(module: BoundModule) -> tuple[int, int]:
+    return module.module_index, module.out_slice[0] if module.out_slice else 0
 
 
 def content_digest(
@@ -151,7 +159,7 @@ def content_digest(
             digest.update(_text(tensor.dtype) + sizes)
     for module in ordered:
         for name, tensor, is_vector in module.tensors:
-            pieces = read(tensor.offset, math.prod(tensor.shape) * _ELEMENT_BYTES[tensor.dtype])
+            pieces = read(tensor.offset, math.prod(tensor.shape) * element_bytes(tensor.dtype))
             if check is not None:
                 pieces = check.pass_on(name, tensor.dtype, pieces, is_vector=is_vector)
             for piece in pieces:

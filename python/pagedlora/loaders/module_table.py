@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagedlora import _core
+from pagedlora.loaders.fused_modules import FusedModules, FusedNames
 from pagedlora.loaders.tensor_names import NameMatcher
 
 
@@ -32,12 +33,18 @@ class ModuleTable:
         names: Module index to name.
         sizes: Name to index and sizes.
         matcher: Finds modules by the names that files have for them.
+        fused: Which modules other models have fused or split.
         max_lora_rank: The configuration's.
     """
 
-    __slots__ = ("config", "matcher", "max_lora_rank", "names", "sizes")
+    __slots__ = ("config", "fused", "matcher", "max_lora_rank", "names", "sizes")
 
-    def __init__(self, config: _core.LoraModelConfig) -> None:
+    def __init__(self, config: _core.LoraModelConfig, fused: FusedModules | None = None) -> None:
+        """Takes what is needed of a configuration.
+
+        Raises:
+            InvalidArgumentError: `fused` is no such map.
+        """
         self.config = config
         self.max_lora_rank = config.max_lora_rank
         modules = config.modules
@@ -53,3 +60,4 @@ class ModuleTable:
             for index, module in enumerate(modules)
         }
         self.matcher = NameMatcher(self.names)
+        self.fused = FusedNames(fused or {})

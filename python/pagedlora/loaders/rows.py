@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
 from pagedlora.loaders.coverage import CoverageReport, counted
+from pagedlora.loaders.fused_modules import Part, renamed
 from pagedlora.loaders.module_rules import ModuleRules, ModuleScaling
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig
@@ -31,6 +33,19 @@ _DTYPES = {
 TORCH_DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 """The possible types of tensors in memory, and how safetensors spells them."""
 _ZERO_3 = "training under DeepSpeed ZeRO-3 saves such files unless the weights are gathered first"
+
+
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of an element of a possible type, as safetensors spells it."""
+    return _ELEMENT_BYTES[dtype]
+
+
+def row_label(name: str, out_slice: tuple[int, int] | None) -> str:
+    """A module's name, with its outputs [first:end] if not all are meant."""
+    return name if out_slice is None else f"{name}[{out_slice[0]}:{sum(out_slice)}]"
 
 
 class StoredTensor(NamedTuple):
@@ -136,6 +151,7 @@ class BoundModule(NamedTuple):
         pair: Its matrices, which fit.
         vectors: Its other tensors, which fit.
         is_embedding: As in `AdapterModule`.
+        out_slice: First and number of the outputs that it is for; None: all.
     """
 
     module_index: int
@@ -144,6 +160,12 @@ class BoundModule(NamedTuple):
     pair: MatrixPair
     vectors: ModuleVectors = ModuleVectors()
     is_embedding: bool = False
+    out_slice: tuple[int, int] | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, and which of its outputs, if not all: no two modules have the same."""
+        return row_label(self.name, self.out_slice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +173,8 @@ class BoundAdapter:
     """All modules of an adapter, as a model has them, in the order of the file.
 
     Attributes:
-        modules: One for each module of the adapter.
+        modules: One for each module of the adapter, or for each part of a fused one that the model
+            has split.
         report: What became of its tensors.
         base_copies: The model's name of a module to a tensor that must be its weight in the base
             model, of the same shape.
@@ -228,25 +251,29 @@ def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter
     """
     modules: dict[str, BoundModule] = {}
     changes: list[str] = []
+    base_copies: dict[str, StoredTensor] = {}
     for file_name, module in adapter.modules.items():
-        bound = _bind_module(file_name, module, table, path)
-        if bound.name in modules:
-            raise _error(path, module.pair.a.name, f"is a second one for module '{bound.name}'")
-        modules[bound.name] = bound
-        changes.extend(renamings(module.raw, bound.name))
+        for bound in _bind_module(file_name, module, table, path, changes):
+            if bound.label in modules:
+                raise _error(
+                    path, module.pair.a.name, f"is a second one for module '{bound.label}'"
+                )
+            modules[bound.label] = bound
+            if file_name in adapter.base_copies:
+                base_copies[bound.name] = adapter.base_copies[file_name]
+    _check_base_copies(base_copies, table, path)
+    _check_overlaps(modules.values(), path)
     if adapter.adapter_name:
         changes.extend([f"adapter name '{adapter.adapter_name:.80}' taken away"] * len(modules))
     report = CoverageReport(
         used=adapter.num_tensors,
         renamed=counted(changes),
         ignored=adapter.notes,
-        missing=_count_missing(adapter, modules, table, path),
+        missing=_count_missing(adapter, modules.values(), table, path),
         casts=_casts(modules.values(), table),
         verified=len(adapter.base_copies),
     )
-    return BoundAdapter(
-        tuple(modules.values()), report, _bind_base_copies(adapter, modules, table, path)
-    )
+    return BoundAdapter(tuple(modules.values()), report, base_copies)
 
 
 def make_rows(
@@ -256,7 +283,7 @@ def make_rows(
 
     Args:
         modules: Of an adapter that fits a model.
-        dora_offsets: Module name to where its DoRA scale lies in the source.
+        dora_offsets: Label of a module to where its DoRA scale lies in the source.
 
     Raises:
         UnsupportedAdapterError: A module has a magnitude and no DoRA scale.
@@ -267,7 +294,7 @@ def make_rows(
 def _make_row(module: BoundModule, dora_offsets: Mapping[str, int]) -> _core.PlannedRow:
     a, b = module.pair
     bias, magnitude = module.vectors
-    if magnitude is not None and module.name not in dora_offsets:
+    if magnitude is not None and module.label not in dora_offsets:
         raise UnsupportedAdapterError(
             f"tensor '{magnitude.name:.200}' belongs to use_dora=True, which needs the norms of "
             "the base model's weights: give LoraManager base_weights, and register the adapter",
@@ -281,8 +308,9 @@ def _make_row(module: BoundModule, dora_offsets: Mapping[str, int]) -> _core.Pla
         _DTYPES[a.dtype],
         b.offset,
         _DTYPES[b.dtype],
+        out_slice=module.out_slice or (0, 0),
         bias=None if bias is None else (bias.offset, _DTYPES[bias.dtype]),
-        dora_scale_offset=dora_offsets.get(module.name),
+        dora_scale_offset=dora_offsets.get(module.label),
     )
 
 
@@ -495,16 +523,17 @@ def _first_names(names: Sequence[str] | str) -> str:
 
 
 def _count_missing(
-    adapter: AdapterTensors, there: Mapping[str, BoundModule], table: ModuleTable, path: str
+    adapter: AdapterTensors, there: Iterable[BoundModule], table: ModuleTable, path: str
 ) -> int:
     """Modules of the model that the configuration targets and the file has no tensors for."""
     rules = adapter.rules
-    if rules is None or len(there) == len(table.names):
+    names = {module.name for module in there}
+    if rules is None or len(names) == len(table.names):
         return 0
     missing = [
         name
         for name in table.names
-        if name not in there
+        if name not in names
         and rules.is_target(name)
         # "all-linear" means neither embeddings nor the output embedding.
         and (table.sizes[name].is_in_layer or not rules.targets_all_linear)
@@ -523,42 +552,149 @@ def _count_missing(
 
 
 def _bind_module(
-    file_name: str, module: AdapterModule, table: ModuleTable, path: str
-) -> BoundModule:
-    a, b = module.pair
-    try:
-        name = table.matcher.find(module.raw, file_name)
-    except AmbiguousNameError as error:
-        raise _error(
-            path, a.name, f"belongs to module '{file_name}', which could be {error} of the model"
-        ) from None
-    if name is None:
-        raise _error(
-            path,
-            a.name,
-            f"belongs to module '{file_name}', which the model does not have or which is not "
-            "among its LoRA target modules",
-        )
+    file_name: str, module: AdapterModule, table: ModuleTable, path: str, changes: list[str]
+) -> list[BoundModule]:
+    """The model's module for one of an adapter, its part of a fused one, or its parts.
+
+    Args:
+        file_name: The module's name in the file, without what savers put around it.
+        module: The adapter's.
+        table: The model's modules.
+        path: Named in errors.
+        changes: Gets what was changed in the name.
+    """
+
+    def find(last: str | None = None) -> str | None:
+        """The model's module of that name, or of one with another last part."""
+        raw, name = module.raw, file_name
+        if last is not None:
+            raw, name = renamed(raw, last), renamed(name, last)
+        try:
+            return table.matcher.find(raw, name)
+        except AmbiguousNameError as error:
+            raise _error(
+                path,
+                module.pair.a.name,
+                f"belongs to module '{name}', which could be {error} of the model",
+            ) from None
+
+    name = find()
+    if name is not None:
+        changes.extend(renamings(module.raw, name))
+        return [_bind_whole(name, module, table, path)]
+    part = table.fused.part(file_name)
+    if part is not None and (name := find(part.fused)) is not None:
+        changes.append(f"part of {part.fused}")
+        return [_bind_part(name, part, module, table, path)]
+    parts = {last: find(last) for last in table.fused.parts(file_name)}
+    if any(parts.values()):
+        changes.append(f"cut into {', '.join(parts)}")
+        return _bind_cut(file_name, parts, module, table, path)
+    raise _error(
+        path,
+        module.pair.a.name,
+        f"belongs to module '{file_name}', which the model does not have or which is not "
+        "among its LoRA target modules",
+    )
+
+
+def _bind_whole(name: str, module: AdapterModule, table: ModuleTable, path: str) -> BoundModule:
+    a = module.pair.a
     sizes = table.sizes[name]
     if sizes.is_embedding != module.is_embedding:
         has, needed = ("lora_embedding_A", "lora_A")[:: 1 if module.is_embedding else -1]
         raise _error(
             path, a.name, f"is {has} for module '{name}' of the model, which needs {needed}"
         )
-    rank = module.pair.rank
-    check_rank(rank, table.max_lora_rank, path)
-    _check_shape(a, [rank, sizes.in_features], path)
-    _check_shape(b, [sizes.out_features, rank], path)
+    _check_pair(module.pair, sizes.in_features, sizes.out_features, table, path)
     return BoundModule(
         sizes.module_index, name, module.scale, module.pair, module.vectors, module.is_embedding
     )
 
 
-def _bind_base_copies(
-    adapter: AdapterTensors, bound: Mapping[str, BoundModule], table: ModuleTable, path: str
-) -> dict[str, StoredTensor]:
-    names = dict(zip(adapter.modules, bound, strict=True))
-    copies = {names[module]: copy for module, copy in adapter.base_copies.items()}
+def _bind_part(
+    name: str, part: Part, module: AdapterModule, table: ModuleTable, path: str
+) -> BoundModule:
+    """Of a fused module of the model."""
+    sizes = table.sizes[name]
+    if sizes.out_features != part.total:
+        raise _error(
+            path,
+            module.pair.a.name,
+            f"belongs to a part of module '{name}', which has {sizes.out_features} outputs, and "
+            f"not the {part.total} of its parts in fused_modules",
+        )
+    _check_pair(module.pair, sizes.in_features, part.length, table, path)
+    return BoundModule(
+        sizes.module_index,
+        name,
+        module.scale,
+        module.pair,
+        module.vectors,
+        out_slice=(part.first, part.length),
+    )
+
+
+def _bind_cut(
+    file_name: str,
+    parts: Mapping[str, str | None],
+    module: AdapterModule,
+    table: ModuleTable,
+    path: str,
+) -> list[BoundModule]:
+    """A fused module of the adapter, for the parts that the model has instead."""
+    names = [name for name in parts.values() if name is not None]
+    if len(names) != len(parts):
+        missing = ", ".join(last for last, name in parts.items() if name is None)
+        raise _error(
+            path,
+            module.pair.a.name,
+            f"belongs to fused module '{file_name}', and {missing} of its parts are not among the "
+            "model's LoRA target modules",
+        )
+    outs = [table.sizes[name].out_features for name in names]
+    bound: list[BoundModule] = []
+    first = 0
+    for name, out in zip(names, outs, strict=True):
+        _check_pair(module.pair, table.sizes[name].in_features, sum(outs), table, path)
+        pair = MatrixPair(module.pair.a, _rows_of(module.pair.b, first, out))
+        vectors = ModuleVectors(
+            *(None if vector is None else _rows_of(vector, first, out) for vector in module.vectors)
+        )
+        index = table.sizes[name].module_index
+        bound.append(BoundModule(index, name, module.scale, pair, vectors))
+        first += out
+    return bound
+
+
+def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
+    row_bytes = math.prod(tensor.shape[1:]) * element_bytes(tensor.dtype)
+    return tensor._replace(
+        shape=[count, *tensor.shape[1:]], offset=tensor.offset + first * row_bytes
+    )
+
+
+def _check_pair(
+    pair: MatrixPair, in_features: int, out_features: int, table: ModuleTable, path: str
+) -> None:
+    check_rank(pair.rank, table.max_lora_rank, path)
+    _check_shape(pair.a, [pair.rank, in_features], path)
+    _check_shape(pair.b, [out_features, pair.rank], path)
+
+
+def _check_overlaps(modules: Iterable[BoundModule], path: str) -> None:
+    """Refuses an adapter that has a fused module and parts of it."""
+    whole = {module.name for module in modules if module.out_slice is None}
+    for module in modules:
+        if module.out_slice is not None and module.name in whole:
+            raise _error(
+                path,
+                module.pair.a.name,
+                f"is for a part of module '{module.name}', for all of which there is one, too",
+            )
+
+
+def _check_base_copies(copies: Mapping[str, StoredTensor], table: ModuleTable, path: str) -> None:
     for name, copy in copies.items():
         sizes = table.sizes[name]
         needed = [sizes.out_features, sizes.in_features][:: -1 if sizes.is_embedding else 1]
@@ -569,7 +705,6 @@ def _bind_base_copies(
                 "supported. Way out: train without new tokens",
                 field=copy.name,
             )
-    return copies
 
 
 def _check_shape(tensor: StoredTensor, needed: list[int], path: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pagedlora import _core
-from pagedlora.base_weights import BaseWeights
+from pagedlora.base_weights import BaseWeights, SizesOnly
 from pagedlora.dora import dora_scale, squared_row_norms
 from pagedlora.errors import UnsupportedAdapterError
 from pagedlora.loaders.rows import BoundAdapter, BoundModule, StoredTensor
@@ -51,7 +51,8 @@ class BaseModel:
             source: The same, as the core reads it.
 
         Returns:
-            The source with the scales of DoRA behind it, and module name to where its scale lies.
+            The source with the scales of DoRA behind it, and label of a module to where its scale
+            lies.
 
         Raises:
             UnsupportedAdapterError: It is DoRA or repeats weights of the base model, and there are
@@ -62,17 +63,26 @@ class BaseModel:
         with_dora = [module for module in adapter.modules if module.vectors.magnitude is not None]
         if not with_dora and not adapter.base_copies:
             return source, {}
+        if isinstance(self._weights, SizesOnly):
+            scales = [bytes(4 * module.pair.b.shape[0]) for module in with_dora]
+            return self._behind(source, with_dora, scales)
         with file.open() as read:
             for module in adapter.modules:
                 if module.name in adapter.base_copies:
                     self._compare(module, adapter.base_copies[module.name], read, file.path)
             scales = [self._dora_scale(module, read, file.path) for module in with_dora]
+        return self._behind(source, with_dora, scales)
+
+    def _behind(
+        self, source: _core.TensorSource, modules: list[BoundModule], scales: list[bytes]
+    ) -> tuple[_core.TensorSource, dict[str, int]]:
+        """The scales of these modules behind a source, as `prepare` returns them."""
         if not scales:
             return source, {}
         offsets: dict[str, int] = {}
         end = source.size_bytes
-        for module, scale in zip(with_dora, scales, strict=True):
-            offsets[module.name] = end
+        for module, scale in zip(modules, scales, strict=True):
+            offsets[module.label] = end
             end += len(scale)
         piece = self._scratch_file().append(b"".join(scales))
         return _core.source_with_tail(source, piece), offsets
@@ -87,8 +97,12 @@ class BaseModel:
                 field="use_dora",
             )
         a, b = (_read_tensor(tensor, read).float() for tensor in module.pair)
-        norms = squared_row_norms(self._weights(module.name), a, b, module.scale)
-        return dora_scale(_read_tensor(magnitude, read), norms, module.name, path).numpy().tobytes()
+        weight = self._weights(module.name)
+        if module.out_slice is not None:
+            weight = weight.narrow(0, *module.out_slice)
+        norms = squared_row_norms(weight, a, b, module.scale)
+        scale = dora_scale(_read_tensor(magnitude, read), norms, module.label, path)
+        return scale.numpy().tobytes()
 
     def _compare(self, module: BoundModule, copy: StoredTensor, read: Read, path: str) -> None:
         """Refuses a copy of a weight that is not the base model's."""
