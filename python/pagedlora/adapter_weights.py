@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
+from pagedlora.loaders.binding import bind, make_rows
 from pagedlora.loaders.digest import ModuleContent, content_digest
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.packed import unpack
 from pagedlora.loaders.peft_config import parse_peft_config
-from pagedlora.loaders.rows import (
-    TORCH_DTYPES,
-    AdapterModule,
-    AdapterTensors,
-    MatrixPair,
-    StoredTensor,
-    bind,
-    make_rows,
-    pair_tensors,
-)
+from pagedlora.loaders.rows import AdapterModule, AdapterTensors, pair_tensors
+from pagedlora.loaders.stored import TORCH_DTYPES, MatrixPair, StoredTensor
 from pagedlora.loaders.tensor_names import canonical_name
 from pagedlora.loaders.values import ValueCheck
 
@@ -54,7 +47,9 @@ class AdapterWeights:
 
         Args:
             tensors: `...<module>.lora_A.weight` [r, in_features] and `...lora_B.weight`
-                [out_features, r], float32, float16 or bfloat16, on any device.
+                [out_features, r], float32, float16 or bfloat16, on any device; for an embedding
+                `...lora_embedding_A` and `...lora_embedding_B`; with `lora_bias`
+                `...lora_B.bias`.
             config: Fields as in PEFT's `adapter_config.json`.
 
         Returns:
@@ -63,7 +58,7 @@ class AdapterWeights:
         Raises:
             AdapterFormatError: A tensor is missing, or of an impossible shape or type, or has
                 values that are NaN or infinite.
-            UnsupportedAdapterError: The configuration asks for more than plain LoRA.
+            UnsupportedAdapterError: The configuration asks for something that is not supported.
         """
         parsed = parse_peft_config(config, _DESCRIPTION)
         buffer, packed = _pack(tensors)

@@ -60,11 +60,12 @@ class LoraConfig(_Config):
 
     Attributes:
         max_lora_rank: Largest rank of any module of any adapter.
-        max_loras: Room on the device, in adapters of the maximum rank on all target modules.
-            Overrides the bytes of `PeftCacheConfig`.
+        max_loras: Room on the device, in adapters of the maximum rank on all target modules,
+            without biases and DoRA scales. Overrides the bytes of `PeftCacheConfig`.
         max_cpu_loras: The same for the host tier.
         lora_target_modules: Modules that may carry LoRA, by name or the end of their name, or
-            "all-linear".
+            "all-linear", which may also stand among names: embeddings and the output embedding
+            are taken when they are named.
         strict: Refuses adapters with fields that this release does not know, and with patterns
             that match no module. If false, those are ignored with a `PagedLoraWarning`.
         allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with

@@ -114,7 +114,7 @@ class LoraManager:
     # ---- names ---------------------------------------------------------------------------------
 
     def register(self, name: str, source: str | os.PathLike[str]) -> AdapterInfo:
-        """Makes an adapter known under a name; reads no content.
+        """Makes an adapter known under a name; reads no content, but for what DoRA needs.
 
         Args:
             name: Not empty, at most 256 bytes of UTF-8; taken as it is.

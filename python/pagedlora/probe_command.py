@@ -16,10 +16,10 @@ from rich.text import Text
 
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
 from pagedlora.errors import PagedLoraError, PagedLoraWarning
+from pagedlora.loaders.binding import check_rank
 from pagedlora.loaders.hf import WEIGHTS_NAME
 from pagedlora.loaders.peft_config import CONFIG_NAME
 from pagedlora.loaders.pickled import PICKLE_NAME
-from pagedlora.loaders.rows import check_rank
 from pagedlora.sizes import format_size
 
 if TYPE_CHECKING:

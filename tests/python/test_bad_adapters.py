@@ -31,7 +31,8 @@ from pagedlora import (
     probe_adapter,
 )
 from pagedlora.loaders.peft_config import PeftLoraConfig, parse_peft_config
-from pagedlora.loaders.rows import StoredTensor, pair_tensors
+from pagedlora.loaders.rows import pair_tensors
+from pagedlora.loaders.stored import StoredTensor
 
 Tensors = dict[str, torch.Tensor]
 Q = "base_model.model.model.layers.0.self_attn.q_proj"  # 48 -> 64

@@ -80,30 +80,22 @@ class _Hook:
         self._dtype = torch.float32
         self._core_dtype = to_core_dtype(torch.float32)
 
-    def _input(
-        self, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        given = args[0] if args else kwargs.get("input")
-        if given is None:
-            raise UnsupportedModelError(
-                f"module '{self._name}' was called without its input as first argument or as "
-                "'input'. Leave the module out of the target modules"
-            )
-        return given
+    def _no_input(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"module '{self._name}' was called without its input as first argument or as "
+            "'input'. Leave the module out of the target modules"
+        )
 
-    def _check_rows(self, num_rows: int, num_inputs: int, needed_inputs: int) -> None:
-        if num_rows != self._row_map.num_rows or num_inputs != needed_inputs:
-            raise UnsupportedModelError(
-                f"module '{self._name}' was called with {num_rows} rows where the step has "
-                f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
-                "Leave the module out of the target modules"
-            )
+    def _other_rows(self, num_rows: int) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"module '{self._name}' was called with {num_rows} rows where the step has "
+            f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
+            "Leave the module out of the target modules"
+        )
 
-    def _name_dtype(self, dtype: torch.dtype) -> _core.Dtype:
-        if dtype is not self._dtype:
-            self._core_dtype = to_core_dtype(dtype)
-            self._dtype = dtype
-        return self._core_dtype
+    def _set_dtype(self, dtype: torch.dtype) -> None:
+        self._core_dtype = to_core_dtype(dtype)
+        self._dtype = dtype
 
 
 class _LinearHook(_Hook):
@@ -121,16 +113,22 @@ class _LinearHook(_Hook):
         batch = self._row_map.batch
         if batch is None:
             return None
-        x = self._input(args, kwargs).contiguous()
+        given = args[0] if args else kwargs.get("input")
+        if given is None:
+            raise self._no_input()
+        x = given.contiguous()
         y = output.contiguous()
         num_rows = y.numel() // self._out_features
-        self._check_rows(num_rows, x.numel(), num_rows * self._in_features)
+        if num_rows != self._row_map.num_rows or x.numel() != num_rows * self._in_features:
+            raise self._other_rows(num_rows)
         dtype = y.dtype
         if x.dtype != dtype:
             raise UnsupportedModelError(
                 f"module '{self._name}' takes {x.dtype} and returns {dtype}; adapters need one "
                 "dtype"
             )
+        if dtype is not self._dtype:
+            self._set_dtype(dtype)
         bias = _bias(module, dtype) if self._row_map.needs_bias else None
         self._operator.apply(
             batch,
@@ -140,7 +138,7 @@ class _LinearHook(_Hook):
             num_rows,
             self._in_features,
             self._out_features,
-            self._name_dtype(dtype),
+            self._core_dtype,
             0 if bias is None else bias.data_ptr(),
         )
         # A strided output was copied: the copy, with the adapters added, takes its place.
@@ -162,10 +160,16 @@ class _EmbeddingHook(_Hook):
         batch = self._row_map.batch
         if batch is None:
             return None
-        token_ids = self._input(args, kwargs).to(torch.int64).contiguous()
+        given = args[0] if args else kwargs.get("input")
+        if given is None:
+            raise self._no_input()
+        token_ids = given.to(torch.int64).contiguous()
         y = output.contiguous()
         num_rows = y.numel() // self._out_features
-        self._check_rows(num_rows, token_ids.numel(), num_rows)
+        if num_rows != self._row_map.num_rows or token_ids.numel() != num_rows:
+            raise self._other_rows(num_rows)
+        if y.dtype is not self._dtype:
+            self._set_dtype(y.dtype)
         self._operator.apply_embedding(
             batch,
             self._index,
@@ -173,7 +177,7 @@ class _EmbeddingHook(_Hook):
             y.data_ptr(),
             num_rows,
             self._out_features,
-            self._name_dtype(y.dtype),
+            self._core_dtype,
             _factor(module),
         )
         return None if y is output else y

@@ -9,20 +9,14 @@ from pathlib import Path
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, PagedLoraError, UnsupportedAdapterError
+from pagedlora.loaders.binding import BoundAdapter, bind, make_rows
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
 from pagedlora.loaders.pickled import PICKLE_NAME, PrivateCopy, convert_pickle
-from pagedlora.loaders.rows import (
-    AdapterTensors,
-    BoundAdapter,
-    StoredTensor,
-    bind,
-    make_rows,
-    pair_tensors,
-    whole_tensors,
-)
+from pagedlora.loaders.rows import AdapterTensors, pair_tensors, whole_tensors
 from pagedlora.loaders.source_file import SourceFile
+from pagedlora.loaders.stored import StoredTensor
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _SHOWN_TENSORS = 5

@@ -12,8 +12,9 @@ from pagedlora import _core
 from pagedlora.base_weights import BaseWeights, SizesOnly
 from pagedlora.dora import dora_scale, squared_row_norms
 from pagedlora.errors import UnsupportedAdapterError
-from pagedlora.loaders.rows import BoundAdapter, BoundModule, StoredTensor
+from pagedlora.loaders.binding import BoundAdapter, BoundModule
 from pagedlora.loaders.source_file import SourceFile
+from pagedlora.loaders.stored import StoredTensor
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,9 @@ from tests.support.peft_oracle import Case, PeftOracle, assert_equal_to_peft
 from tests.support.row_kinds import silent_peft
 from tests.support.tiny_models import VOCAB_SIZE, tiny_config
 
-from pagedlora.loaders import fused_modules, rows
+from pagedlora.loaders import binding, fused_modules
 from pagedlora.loaders.fused_modules import FusedNames, Part
+from pagedlora.loaders.stored import StoredTensor
 
 HIDDEN, LAYERS = 32, 2
 OUTS = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
@@ -177,19 +178,19 @@ def _parts_swapped(names: FusedNames, module: str) -> Part | None:
     return _PART(names, swapped)
 
 
-def _one_row_further(tensor: rows.StoredTensor, first: int, count: int) -> rows.StoredTensor:
+def _one_row_further(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
     """A fault: every part but the first gets rows of the one before."""
     return _ROWS_OF(tensor, max(0, first - 1), count)
 
 
 _PART = FusedNames.part
-_ROWS_OF = rows._rows_of
+_ROWS_OF = binding._rows_of
 
 
 FAULTS: list[tuple[str, Any, str, Any]] = [
     ("split on fused", FusedNames, "part", _parts_swapped),
-    ("fused on split", rows, "_rows_of", _one_row_further),
-    ("fused DoRA on split", rows, "_rows_of", _one_row_further),
+    ("fused on split", binding, "_rows_of", _one_row_further),
+    ("fused DoRA on split", binding, "_rows_of", _one_row_further),
 ]
 
 

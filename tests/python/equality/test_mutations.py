@@ -24,7 +24,7 @@ from pagedlora import _core
 from pagedlora.engine import lora_hooks, paged_model
 from pagedlora.engine.attention import AttentionCall
 from pagedlora.loaders import hf
-from pagedlora.loaders.rows import BoundModule, make_rows
+from pagedlora.loaders.binding import BoundModule, make_rows
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 FAMILIES = ("llama", "gemma2")

@@ -31,7 +31,7 @@ from pagedlora import _core
 from pagedlora.dora import squared_row_norms
 from pagedlora.engine import lora_hooks
 from pagedlora.loaders import hf
-from pagedlora.loaders.rows import BoundModule, make_rows
+from pagedlora.loaders.binding import BoundModule, make_rows
 from pagedlora.registry import base_model
 
 AdaptersOf = Callable[[str], dict[str, Path]]
