@@ -1,7 +1,7 @@
 """Continuous batching with chunked prefill, suspension, resumption and recomputation.
 
-One pass takes the requests by precedence (see `precedence`) and gives each what it needs for one
-step: a token or a chunk of tokens, device pages for its adapter, KV blocks.
+One pass takes the requests one after the other (see `pass_order`) and gives each what it needs for
+one step: a token or a chunk of tokens, device pages for its adapter, KV blocks.
 
 | missing          | for whom                 | what happens                                 |
 |------------------|--------------------------|----------------------------------------------|
@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeVar
 
 from pagedlora.errors import LoraCacheFullError, PagedLoraError
 from pagedlora.scheduler.page_budget import PageBudget
+from pagedlora.scheduler.pass_order import pass_order
 from pagedlora.scheduler.precedence import Record, Records
 from pagedlora.scheduler.step import ContextChunk, KvManager, PeftManager, SchedulerOutput
 
@@ -130,7 +131,7 @@ class KVCacheV2Scheduler:
                     budget.claim(request)
             else:
                 order.append(record)
-        order.sort(key=lambda record: record.precedence)
+        order = pass_order(order, self._is_begun, budget)
         this = _Pass(
             self._num_passes,
             budget,
@@ -176,6 +177,7 @@ class KVCacheV2Scheduler:
         if verdict is _Verdict.SCHEDULED:
             this.places -= 1
             this.scheduled.append(record)
+            record.has_begun = True
             if is_new:
                 this.admitted.append(record)
         elif verdict is _Verdict.NO_PAGES:
@@ -188,11 +190,10 @@ class KVCacheV2Scheduler:
 
     def _is_begun(self, record: Record) -> bool:
         """Whether the request has blocks, or had some."""
-        return (
-            record.lost_kv
-            or bool(self._kv.block_table(record.request))
-            or self._kv.is_suspended(record.request)
-        )
+        if record.has_begun is None:
+            kv, request = self._kv, record.request
+            record.has_begun = bool(kv.block_table(request)) or kv.is_suspended(request)
+        return record.has_begun
 
     def _is_away(self, record: Record) -> bool:
         """Whether it began and has no blocks on the device."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from pagedlora.errors import AdapterTooLargeError, PeftTaskNotCachedError
+from pagedlora.errors import AdapterTooLargeError, PagedLoraError, PeftTaskNotCachedError
 from pagedlora.scheduler.adapter_pages import TaskOnly
 from pagedlora.scheduler.step import PeftManager
 
@@ -53,6 +54,24 @@ class PageBudget:
     def fits(self, pages: int) -> bool:
         """Whether so many pages more are left."""
         return self._pages + pages <= self._limit or pages == 0
+
+    def holds_all(self, requests: Iterable[Any]) -> bool:
+        """Whether the tier could hold the adapters of all these at a time, beside those counted.
+
+        What cannot be known of a request counts nothing.
+        """
+        if self._peft is None:
+            return True
+        pages = self._pages
+        seen: set[int | None] = {None, *self._claimed}
+        for request in requests:
+            if request.lora_task_id not in seen:
+                seen.add(request.lora_task_id)
+                with suppress(PagedLoraError):
+                    pages += self.pages_missing_for(request)
+                if pages > self._limit:
+                    return False
+        return True
 
     def claim(self, request: Any) -> None:
         """Counts the request's adapter."""

@@ -8,7 +8,7 @@ other's place in turn.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,27 +17,33 @@ class Record:
     """One live request.
 
     Attributes:
-        request: As the caller gave it.
+        request: As the caller gave it; its priority is that of its arrival.
         arrival: Number in the order in which requests were first seen.
         skipped_passes: Passes that let others go ahead while it could have run.
-        is_past_bound: Whether it had to let others go ahead too often; stays.
+        has_begun: Whether it has, or had, keys and values; None: not looked at.
         is_paused: Whether it owns its adapter as a paused request.
         lost_kv: Whether it was recompute-paused and has not been resumed.
         left_pass: The last pass in which it had to give way.
+        precedence: Smaller goes first: whether it is in the bound, priority, arrival.
     """
 
     request: Any
     arrival: int
     skipped_passes: int = 0
-    is_past_bound: bool = False
+    has_begun: bool | None = None
     is_paused: bool = False
     lost_kv: bool = False
     left_pass: int = -1
+    precedence: tuple[bool, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Takes the request's priority."""
+        self.precedence = (True, -self.request.priority, self.arrival)
 
     @property
-    def precedence(self) -> tuple[bool, int, int]:
-        """Smaller goes first."""
-        return (not self.is_past_bound, -self.request.priority, self.arrival)
+    def is_past_bound(self) -> bool:
+        """Whether it had to let others go ahead too often; stays."""
+        return not self.precedence[0]
 
     @property
     def is_generating(self) -> bool:
@@ -47,7 +53,8 @@ class Record:
     def was_skipped(self, max_skip_passes: int) -> None:
         """Others went ahead in this pass."""
         self.skipped_passes += 1
-        self.is_past_bound = self.is_past_bound or self.skipped_passes >= max_skip_passes
+        if self.skipped_passes >= max_skip_passes:
+            self.precedence = (False, *self.precedence[1:])
 
     def is_overtaken_by(self, other: Record) -> bool:
         """Whether the other one is behind this one, or only waited too long to be so."""
