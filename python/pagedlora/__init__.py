@@ -29,6 +29,7 @@ from pagedlora.errors import (
     UnsupportedModelError,
 )
 from pagedlora.kv_cache import KVCacheManager
+from pagedlora.loaders.coverage import CoverageReport
 from pagedlora.lora_manager import AdapterInfo, AdapterReport, LoraManager, probe_adapter
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
@@ -62,6 +63,7 @@ __all__ = [
     "CapacityScheduler",
     "CompletionOutput",
     "ContextChunk",
+    "CoverageReport",
     "Dtype",
     "GenerationConflictError",
     "InvalidArgumentError",

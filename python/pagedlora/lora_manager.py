@@ -21,6 +21,7 @@ from pagedlora.loaders.digest import length_prefixed
 from pagedlora.loaders.fused_modules import FusedModules
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.shape_cache import ShapeCache
 from pagedlora.paths import is_possible_path, to_path
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
@@ -103,9 +104,16 @@ class LoraManager:
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
         options = LoadOptions(strict, allow_pickle, check_values)
-        base = BaseModel(base_weights)
+        self._shapes = ShapeCache()
         parts = RegistryParts(
-            table, options, base, self._lock, self._generations, self._names, self._pins
+            table,
+            options,
+            BaseModel(base_weights),
+            self._shapes,
+            self._lock,
+            self._generations,
+            self._names,
+            self._pins,
         )
         self._reloader = Reloader(parts)
         self._loader = Loader(parts, self._reloader)

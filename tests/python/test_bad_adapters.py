@@ -192,12 +192,13 @@ CONFIG_TEXTS = {
     "no targets": '{"r": 4, "lora_alpha": 8}',
     "empty targets": '{"r": 4, "lora_alpha": 8, "target_modules": []}',
     "numbers as targets": '{"r": 4, "lora_alpha": 8, "target_modules": [1]}',
-    "a key twice": '{"r": 4, "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}',
+    "a key twice": '{"r": 4, "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}',
     "an inner key twice": (
-        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {"x": 1, "x": 2}}'
+        '{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", '
+        '"alpha_pattern": {"q_proj": 1, "q_proj": 2}}'
     ),
     "an unused key twice": (
-        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "eva_config": {"x": 1, "x": 1}}'
+        '{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "eva_config": {"x": 1, "x": 1}}'
     ),
     "number of 5000 digits": f'{{"r": 1{"0" * 5000}, "lora_alpha": 1, "target_modules": ["q"]}}',
     "too long": '{"r": 4, "x": "' + "y" * (5 << 20) + '"}',
@@ -262,13 +263,14 @@ def test_layers_need_a_list_of_targets(
     assert "PEFT takes only with a list of target_modules" in str(error)
 
 
+@pytest.mark.parametrize("init", [False, "orthogonal"])
 def test_a_module_whose_weights_peft_would_draw_is_not_left_out(
-    small_cache: Cache, tmp_path: Path
+    small_cache: Cache, tmp_path: Path, init: Any
 ) -> None:
     tensors = good_tensors(small_cache)
     for matrix in (Q_A, Q_B):
         del tensors[matrix]
-    directory = write_adapter(tmp_path / "a", tensors, init_lora_weights=False)
+    directory = write_adapter(tmp_path / "a", tensors, init_lora_weights=init)
     error = refuse(small_cache, directory, AdapterFormatError)
     assert "PEFT would draw random weights" in str(error)
     assert error.tensor == "model.layers.0.self_attn.q_proj.lora_A.weight"

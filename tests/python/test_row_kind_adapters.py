@@ -328,3 +328,22 @@ def test_the_scratch_file_does_not_grow_with_reloads(adapters: LoraManager, tmp_
     scratch = adapters._loader._base._scratch
     assert scratch is not None
     assert scratch.used_bytes <= 2 * 4096  # blocks of a file system: one piece, and one being read
+
+
+def test_adapters_of_one_shape_have_scales_of_their_own(
+    cache: Cache, adapters: LoraManager, tmp_path: Path
+) -> None:
+    """What is shared by adapters of equal headers must not be what depends on their values."""
+    for seed in range(2):
+        content = {**linear(10 * seed), **magnitude(seed=seed)}
+        adapters.register(str(seed), write(tmp_path / str(seed), content, use_dora=True))
+    for seed in range(2):
+        task_id = adapters.task_id(str(seed))
+        request = LlmRequest(seed, lora_task_id=task_id)
+        add_and_wait(cache.peft, request)
+        a, b, scale = cache.peft.task_weights(task_id, "host")["model.layers.0.q_proj"]
+        norms = (BASE["model.layers.0.q_proj"] + 16 / RANK * (b @ a)).norm(dim=1)
+        torch.testing.assert_close(
+            scale, magnitude(seed=seed)[f"{Q}.lora_magnitude_vector"] / norms
+        )
+        cache.peft.mark_request_done(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from pagedlora import _core
@@ -56,7 +57,7 @@ class BoundModule(NamedTuple):
         return row_label(self.name, self.out_slice)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BoundAdapter:
     """All modules of an adapter, as a model has them, in the order of the file.
 
@@ -71,6 +72,14 @@ class BoundAdapter:
     modules: tuple[BoundModule, ...]
     report: CoverageReport
     base_copies: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    def rows(self, dora_offsets: Mapping[str, int] | None = None) -> list[_core.PlannedRow]:
+        """As `make_rows`; not to be changed."""
+        return make_rows(self.modules, dora_offsets) if dora_offsets else self._plain_rows
+
+    @cached_property
+    def _plain_rows(self) -> list[_core.PlannedRow]:
+        return make_rows(self.modules)
 
 
 def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter:
@@ -351,12 +360,8 @@ def _check_base_copies(copies: Mapping[str, StoredTensor], table: ModuleTable, p
 
 
 def _check_shape(tensor: StoredTensor, needed: list[int], path: str) -> None:
-    if tensor.shape == needed:
-        return
-    transposed = ": it is transposed" if tensor.shape == needed[::-1] else ""
-    raise tensor_error(
-        path, tensor.name, f"has shape {tensor.shape}; the model needs {needed}{transposed}"
-    )
+    if tensor.shape != needed:
+        raise tensor_error(path, tensor.name, f"has shape {tensor.shape}; the model needs {needed}")
 
 
 def _casts(modules: Iterable[BoundModule], table: ModuleTable) -> tuple[tuple[str, str, int], ...]:

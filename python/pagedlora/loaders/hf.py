@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, PagedLoraError, UnsupportedAdapterError
-from pagedlora.loaders.binding import BoundAdapter, bind, make_rows
+from pagedlora.loaders.binding import BoundAdapter, bind
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
@@ -22,15 +23,15 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 _SHOWN_TENSORS = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PeftDirectory:
-    """An adapter whose files were parsed and checked, but not read.
+    """An adapter's files: the configuration was parsed, the weights were opened.
 
     Attributes:
         path: The directory.
         config: What decides its answers.
-        tensors: Its modules.
-        source: The weights file as it was when parsed.
+        options: What is allowed.
+        source: The weights file as it was when it was opened.
         file: The same, to be read from Python.
         weights_path: What errors name: the weights file, or the pickle that it was made from.
         copy: Keeps the weights file there, where it was made from a pickle.
@@ -38,11 +39,23 @@ class PeftDirectory:
 
     path: str
     config: PeftLoraConfig
-    tensors: AdapterTensors
+    options: LoadOptions
     source: _core.TensorSource
     file: SourceFile
     weights_path: str
     copy: PrivateCopy | None = None
+
+    @cached_property
+    def tensors(self) -> AdapterTensors:
+        """Its modules; parses the header of the weights when it is first asked for.
+
+        Raises:
+            AdapterReadError: The system will not read it.
+            AdapterFormatError: It is not what it should be.
+            UnsupportedAdapterError: The adapter asks for something that is not supported.
+        """
+        stored = _stored(self.source)
+        return pair_tensors(stored, self.config, self.weights_path, strict=self.options.strict)
 
     def bind(self, table: ModuleTable) -> BoundAdapter:
         """Its modules as a model has them.
@@ -50,6 +63,7 @@ class PeftDirectory:
         Raises:
             AdapterFormatError: The adapter does not fit the model.
             UnsupportedAdapterError: Its rank is over the maximum.
+            PagedLoraError: As `tensors`.
         """
         return bind(self.tensors, table, self.weights_path)
 
@@ -61,20 +75,20 @@ def make_plan(
     dora_offsets: Mapping[str, int] | None = None,
 ) -> _core.AdapterPlan:
     """What to read from a source for an adapter; `dora_offsets` as in `make_rows`."""
-    return _core.AdapterPlan(table.config, make_rows(adapter.modules, dora_offsets), source)
+    return _core.AdapterPlan(table.config, adapter.rows(dora_offsets), source)
 
 
 def open_peft_directory(
     directory: str | os.PathLike[str], options: LoadOptions = DEFAULT_OPTIONS
 ) -> PeftDirectory:
-    """Parses the configuration and the header of the weights; reads no weights.
+    """Parses the configuration and opens the weights; reads nothing of them yet.
 
     Args:
         directory: As written by PEFT's `save_pretrained`.
         options: What is allowed.
 
     Returns:
-        The parsed adapter.
+        The adapter's files.
 
     Raises:
         AdapterNotFoundError: The directory or one of the files does not exist.
@@ -94,10 +108,9 @@ def open_peft_directory(
         copy = _open_pickle(Path(directory), options)
         weights_path, path = str(path.with_name(PICKLE_NAME)), Path(copy.path)
     source = _core.open_file_source(str(path))
-    # Between two looks of the core, which compares what it sees: so it is the core's file.
+    # Each is compared with what it was here whenever it is read: so both are the same file.
     file = SourceFile.of(str(path))
-    tensors = pair_tensors(_stored(source), config, weights_path, strict=options.strict)
-    return PeftDirectory(os.fspath(directory), config, tensors, source, file, weights_path, copy)
+    return PeftDirectory(os.fspath(directory), config, options, source, file, weights_path, copy)
 
 
 def _stored(source: _core.TensorSource) -> list[StoredTensor]:

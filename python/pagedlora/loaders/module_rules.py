@@ -79,15 +79,13 @@ class ModuleRules:
         """
         config = self._config
         rank, rank_source = config.r, f"r={config.r}"
-        with self._errors("rank_pattern"):
-            key = self._ranks.find(module)
+        key = self._find_key("rank_pattern", self._ranks, module)
         if key is not None:
             self._unused_ranks.pop(key, None)
             rank = config.rank_pattern[key]
             rank_source = f"rank_pattern[{key!r:.80}]={rank}"
         alpha = config.lora_alpha
-        with self._errors("alpha_pattern"):
-            key = self._alphas.find(module)
+        key = self._find_key("alpha_pattern", self._alphas, module)
         if key is not None:
             self._unused_alphas.pop(key, None)
             alpha = config.alpha_pattern[key]
@@ -105,16 +103,14 @@ class ModuleRules:
         Raises:
             AdapterFormatError: A pattern takes too long.
         """
-        with self._errors("exclude_modules"):
-            if self._excluded is not None and module in self._excluded:
-                return False
+        if self._excluded is not None and self._has("exclude_modules", self._excluded, module):
+            return False
         if self._targets is None:
             return True
-        with self._errors("target_modules"):
-            if module not in self._targets:
-                return False
-            if not self._config.layers_to_transform or self._targets.has_exactly(module):
-                return True
+        if not self._has("target_modules", self._targets, module):
+            return False
+        if not self._config.layers_to_transform or self._targets.has_exactly(module):
+            return True
         with self._errors("layers_pattern"):
             return self._layer(module) in self._config.layers_to_transform
 
@@ -132,6 +128,18 @@ class ModuleRules:
         for field, keys in unused.items():
             for key in keys:
                 yield field, key
+
+    def _find_key(self, field: str, keys: KeyTable, module: str) -> str | None:
+        if not keys:
+            return None
+        with self._errors(field):
+            return keys.find(module)
+
+    def _has(self, field: str, names: NameSet, module: str) -> bool:
+        if not names.is_expression:
+            return module in names
+        with self._errors(field):
+            return module in names
 
     def _layer(self, module: str) -> int | None:
         for expression in self._layers:

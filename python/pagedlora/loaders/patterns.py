@@ -154,6 +154,10 @@ class KeyTable:
                 expression = Expression(key, timer, r"(.*\.)?({})$")
                 self._expressions.append((position, expression))
 
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._keys)
+
     def find(self, module: str) -> str | None:
         """The key that means a module.
 
@@ -202,6 +206,11 @@ class NameSet:
         if self._expression is not None:
             return self._expression.is_full_match(module)
         return not self._names.isdisjoint(dotted_suffixes(module))
+
+    @property
+    def is_expression(self) -> bool:
+        """Whether it is one regular expression."""
+        return self._expression is not None
 
     def has_exactly(self, module: str) -> bool:
         """Whether the whole name is one of the names."""

@@ -61,6 +61,25 @@ class PeftLoraConfig:
     starts_at_zero: bool = True
     notes: tuple[str, ...] = ()
 
+    def key(self) -> tuple[object, ...]:
+        """Equal for configurations that say the same, in whatever order."""
+        targets = self.target_modules
+        return (
+            self.r,
+            self.lora_alpha,
+            self.use_rslora,
+            targets if isinstance(targets, str) else tuple(sorted(targets)),
+            tuple(self.rank_pattern.items()),
+            tuple(self.alpha_pattern.items()),
+            self.exclude_modules,
+            self.layers_to_transform,
+            self.layers_pattern,
+            self.use_dora,
+            self.lora_bias,
+            self.starts_at_zero,
+            self.notes,
+        )
+
     def settings(self) -> dict[str, Any]:
         """The fields of the file that are there and decide the answers."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}

@@ -16,7 +16,7 @@ PEFT_PREFIX = "base_model.model."
 _LANGUAGE_MODEL = "language_model"
 
 
-class TensorKind(Enum):
+class TensorKind(str, Enum):
     """Parts of an adapter's module; the values are how errors call them."""
 
     A = "lora_A.weight"

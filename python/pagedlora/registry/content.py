@@ -12,6 +12,7 @@ from pagedlora.loaders.digest import RowTable, content_digest
 from pagedlora.loaders.hf import PeftDirectory, make_plan, open_peft_directory
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.shape_cache import AdapterShape, ShapeCache, shape_key
 from pagedlora.loaders.values import ValueCheck
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
@@ -71,9 +72,17 @@ def parse_adapter(
     path: str,
     table: ModuleTable,
     options: LoadOptions = DEFAULT_OPTIONS,
+    shapes: ShapeCache | None = None,
     base: BaseModel | None = None,
 ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
     """Parses a PEFT directory for a model; reads no weights, but for what `base` needs of them.
+
+    Args:
+        path: The directory.
+        table: The model's modules.
+        options: What is allowed.
+        shapes: Of the same model and options: what is there need not be parsed again.
+        base: The base model's weights; None: adapters that need them are refused.
 
     Returns:
         The content, and the plan that reads it through a group of sources to which others of the
@@ -83,7 +92,8 @@ def parse_adapter(
         PagedLoraError: As `LoraManager.register` for a source that cannot be used.
     """
     directory = open_peft_directory(path, options)
-    adapter = directory.bind(table)
+    shape = _shape_of(directory, table, shapes)
+    adapter = shape.adapter
     for note in adapter.report.ignored:
         warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
@@ -91,5 +101,19 @@ def parse_adapter(
     plan = make_plan(adapter, table, source, dora_offsets)
     real_path = os.path.realpath(path)
     real_path = path if real_path == path else real_path  # one string for both
-    content = AdapterContent(directory, real_path, RowTable(adapter.modules), adapter.report)
+    content = AdapterContent(directory, real_path, shape.rows, adapter.report)
     return content, plan, group
+
+
+def _shape_of(
+    directory: PeftDirectory, table: ModuleTable, shapes: ShapeCache | None
+) -> AdapterShape:
+    """What the adapter has in common with others, parsed if that was not done lately."""
+    key = None if shapes is None else shape_key(directory.config, directory.file)
+    shape = None if shapes is None or key is None else shapes.find(key)
+    if shape is None:
+        adapter = directory.bind(table)
+        shape = AdapterShape(adapter, RowTable(adapter.modules))
+        if shapes is not None and key is not None:
+            shapes.add(key, shape)
+    return shape

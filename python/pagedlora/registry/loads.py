@@ -22,6 +22,7 @@ class Loader:
         self._table = parts.table
         self._options = parts.options
         self._base = parts.base
+        self._shapes = parts.shapes
         self._lock = parts.lock
         self._generations = parts.generations
         self._names = parts.names
@@ -31,7 +32,9 @@ class Loader:
 
     def register(self, name: str, path: str) -> NameEntry:
         """As `LoraManager.register`."""
-        content, plan, sources = parse_adapter(path, self._table, self._options, self._base)
+        content, plan, sources = parse_adapter(
+            path, self._table, self._options, self._shapes, self._base
+        )
         with self._lock:
             self._names.check_new(name)
             return self._names.add(name, self._generations.add(content, plan, sources))
@@ -105,7 +108,9 @@ class Loader:
 
     def _register_or_find(self, name: str, path: str) -> tuple[NameEntry, bool]:
         """The name's entry, and whether this call made it: another one may have meanwhile."""
-        content, plan, sources = parse_adapter(path, self._table, self._options, self._base)
+        content, plan, sources = parse_adapter(
+            path, self._table, self._options, self._shapes, self._base
+        )
         with self._lock:
             entry = self._names.find(name)
             if entry is None:

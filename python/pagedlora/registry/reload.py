@@ -19,6 +19,7 @@ class Reloader:
         self._table = parts.table
         self._options = parts.options
         self._base = parts.base
+        self._shapes = parts.shapes
         self._lock = parts.lock
         self._generations = parts.generations
         self._names = parts.names
@@ -62,7 +63,9 @@ class Reloader:
 
     def reload(self, entry: NameEntry, path: str, expected: str | None) -> None:
         """As `LoraManager.reload`."""
-        content, plan, sources = parse_adapter(path, self._table, self._options, self._base)
+        content, plan, sources = parse_adapter(
+            path, self._table, self._options, self._shapes, self._base
+        )
         digest = content.digest(self._table, Deadline(None), self._options)
         # A source that was overwritten in place cannot be read any more: it is other content.
         with suppress(PagedLoraError):

@@ -72,7 +72,7 @@ LIKELY: dict[str, st.SearchStrategy[Any]] = {
     "layers_to_transform": st.sampled_from([0, 1, [0, 1], [], [0], [0, 1, 7]]),
     "layers_pattern": st.sampled_from(["layers", ["layers"], "h", [], "", "(layers|h)"]),
     "init_lora_weights": st.sampled_from(
-        [True, False, "gaussian", "orthogonal", "eva", "mica", "x"]
+        [True, False, "gaussian", "orthogonal", "eva", "mica", "pissa"]
     ),
     "bias": st.just("none"),
     "lora_dropout": st.floats(0, 0.9),
@@ -173,6 +173,19 @@ def test_any_configuration_is_a_typed_error_or_answers_as_peft_does(exam: Exam) 
     run()
     # The fuzzer meets both outcomes, and PEFT has judged most of what loaded.
     assert 30 <= exam.judged <= exam.loaded <= 180
+
+
+INITIALISATIONS = (
+    *(True, False, None, "gaussian", "Gaussian", "orthogonal", "eva", "mica", "olora", "OLoRA"),
+    *("pissa", "pissa_niter_4", "pissa_x", "corda", "loftq", "lora_ga", "kaiming", ""),
+)
+
+
+@pytest.mark.parametrize("name", INITIALISATIONS, ids=repr)
+def test_every_initialisation_is_refused_or_leaves_the_base_model_alone(
+    exam: Exam, name: Any
+) -> None:
+    exam.take({"init_lora_weights": name})
 
 
 VALUES = (None, True, False, 0, 1, -1, 8.0, 1e400, "", "8", "x" * 3000, [], [[]], {}, {"": 0})

@@ -23,7 +23,7 @@ from tests.support.peft_oracle import (
 from pagedlora import _core
 from pagedlora.engine import lora_hooks, paged_model
 from pagedlora.engine.attention import AttentionCall
-from pagedlora.loaders import hf
+from pagedlora.loaders import binding
 from pagedlora.loaders.binding import BoundModule, make_rows
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -149,7 +149,9 @@ def exam(
     oracle_of: Callable[[str], PeftOracle],
 ) -> Exam:
     """Of the family that the test is parametrised with."""
-    return Exam(roomy_of(family), make_cases(family), oracle_of(family))
+    bench, cases = roomy_of(family), make_cases(family)
+    bench.ask(cases)  # from now on nobody waits for an adapter, and steps hold several chunks
+    return Exam(bench, cases, oracle_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -204,12 +206,12 @@ def _rescaled(modules: Sequence[BoundModule], factor: float) -> list[BoundModule
     return [module._replace(scale=module.scale * factor) for module in modules]
 
 
-FAULTS_OF_THE_LOADER: dict[str, Callable[..., list[_core.PlannedRow]]] = {
-    "a module dropped": lambda modules, _: make_rows(modules[1:]),
-    "a module twice as strong": lambda modules, _: make_rows(
+FAULTS_OF_THE_LOADER: dict[str, Callable[[Sequence[BoundModule]], list[_core.PlannedRow]]] = {
+    "a module dropped": lambda modules: make_rows(modules[1:]),
+    "a module twice as strong": lambda modules: make_rows(
         [*_rescaled(modules[:1], 2.0), *modules[1:]]
     ),
-    "scaled by 1.1": lambda modules, _: make_rows(_rescaled(modules, 1.1)),
+    "scaled by 1.1": lambda modules: make_rows(_rescaled(modules, 1.1)),
 }
 
 
@@ -223,8 +225,11 @@ def test_a_fault_of_the_loader_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "make_rows", FAULTS_OF_THE_LOADER[fault])
+        patch.setattr(binding, "make_rows", FAULTS_OF_THE_LOADER[fault])
+        shapes = exam.bench.llm.lora_manager._shapes
+        shapes.clear()
         exam.bench.llm.load_lora(fault, adapters_of(family)["r33"])
+        shapes.clear()
     exam.assert_fault_is_seen(
         [Case(fault if c.adapter == "r33" else c.adapter, c.prompt) for c in exam.cases]
     )
