@@ -23,6 +23,7 @@ from tests.support.peft_oracle import (
     Case,
     PeftOracle,
     assert_equal_to_peft,
+    assert_rounding_like_peft,
 )
 from tests.support.row_kinds import EXTRA_TARGETS, KINDS, save_kinds, silent_peft
 from tests.support.tiny_models import VOCAB_SIZE
@@ -63,10 +64,10 @@ def judge_of(kinds_of: AdaptersOf) -> OracleOf:
 
 
 @contextmanager
-def open_kinds(family: str, adapters: dict[str, Path], **room: int) -> Iterator[Bench]:
+def open_kinds(family: str, adapters: dict[str, Path], **options: Any) -> Iterator[Bench]:
     """An engine whose targets are all linear modules and those that must be named."""
     targets = ["all-linear", *EXTRA_TARGETS[family]]
-    with open_bench(family, adapters, lora_targets=targets, **room) as bench:
+    with open_bench(family, adapters, lora_targets=targets, **options) as bench:
         yield bench
 
 
@@ -107,6 +108,17 @@ def test_mixed_batches_answer_as_peft_does_also_when_read_again(
         cache.evict_unowned("host")
         assert_equal_to_peft(judge_of(family), cases, bench.ask(cases))
         assert cache.stats.source_rereads >= before + len(adapters)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gemma3"])
+def test_in_bfloat16_our_error_is_hardly_larger_than_pefts_own(
+    family: str, kinds_of: AdaptersOf
+) -> None:
+    adapters, cases = kinds_of(family), make_cases(family)
+    with open_kinds(family, adapters, dtype=torch.bfloat16) as bench:
+        answers = bench.ask(cases)
+    with silent_peft():
+        assert_rounding_like_peft(family, adapters, cases, answers)
 
 
 # ---- the check can fail ------------------------------------------------------------------------
