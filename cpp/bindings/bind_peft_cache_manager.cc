@@ -183,8 +183,8 @@ std::map<std::string, std::uint64_t> iteration_stats(PeftCacheManager& self) {
           {"pausedTasks", stats.paused_tasks}};
 }
 
-// Where one row of a task goes: what it was said to be, then the addresses of A, B, the bias and the
-// DoRA scale; the last two are not used for a row without.
+// Where one row of a task goes: what it was said to be, then the addresses of A, B, the bias and
+// the DoRA scale; the last two are not used for a row without.
 using GatherTarget =
     std::tuple<RowShape, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 

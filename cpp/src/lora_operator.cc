@@ -116,8 +116,8 @@ bool LoraBatch::has_dora_scales() const {
                              [](const Run& run) { return run.task.layout->has_dora_scales(); });
 }
 
-// A run and a row of its adapter for the module, and its weights in Scratch::parts: A of all blocks, one block after
-// the other, then B, cut by add_b_parts.
+// A run and a row of its adapter for the module, and its weights in Scratch::parts: A of all
+// blocks, one block after the other, then B, cut by add_b_parts.
 struct LoraOperator::Work {
   const LoraBatch::Run* run = nullptr;
   std::uint32_t row = 0;

@@ -53,8 +53,8 @@ class ScatterPlan::Copies {
                        columns});
   }
 
-  // At once: source rows to columns of a part whose rows are `target_stride` elements long, from its
-  // given element on. False if a finite value overflowed float16.
+  // At once: source rows to columns of a part whose rows are `target_stride` elements long, from
+  // its given element on. False if a finite value overflowed float16.
   [[nodiscard]] bool transpose(std::size_t at, std::size_t source_stride_bytes, Dtype source_dtype,
                                const Part& part, std::size_t element, std::size_t target_stride,
                                std::size_t rows, std::size_t columns) const {

@@ -13,8 +13,8 @@ namespace pagedlora::testing_support {
 // Of biases and DoRA scales, beside those of the products.
 inline constexpr double kCombineRoundings = 6;
 
-// How many elements of `after` are further from the exact y += LoRA(x) of all the adapter's rows for
-// the module than rounding explains. Every row may round y once.
+// How many elements of `after` are further from the exact y += LoRA(x) of all the adapter's rows
+// for the module than rounding explains. Every row may round y once.
 inline int num_wrong_of_module(Isa isa, const Adapter& adapter, ModuleIndex module, const Matrix& x,
                                const Matrix& before, const Matrix& after,
                                const Matrix* base_bias = nullptr) {

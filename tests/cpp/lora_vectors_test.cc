@@ -1,5 +1,5 @@
-// Biases and DoRA scales of rows (design 3.1: "other kinds: bias, DoRA scale"; 3.5 has the formula),
-// on every instruction set.
+// Biases and DoRA scales of rows (design 3.1: "other kinds: bias, DoRA scale"; 3.5 has the
+// formula), on every instruction set.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Slices of stored matrices (design 3.2: "with optional slice"): shards, parts of fused tensors, and
-// one stored matrix for several rows. What is read is counted.
+// Slices of stored matrices (design 3.2: "with optional slice"): shards, parts of fused tensors,
+// and one stored matrix for several rows. What is read is counted.
 #include <gtest/gtest.h>
 
 #include <cstring>

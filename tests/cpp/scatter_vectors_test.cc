@@ -1,4 +1,5 @@
-// Biases and DoRA scales from the source to their parts: always float32, whatever the cache's dtype.
+// Biases and DoRA scales from the source to their parts: always float32, whatever the cache's
+// dtype.
 #include <gtest/gtest.h>
 
 #include <memory>

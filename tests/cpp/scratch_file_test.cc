@@ -1,4 +1,5 @@
-// What is kept beside an adapter's file for re-reads (design 3.5: m/n, computed once per generation).
+// What is kept beside an adapter's file for re-reads (design 3.5: m/n, computed once per
+// generation).
 #include "pagedlora/scratch_file.h"
 
 #include <gtest/gtest.h>

@@ -161,6 +161,6 @@ def test_kinds_tell_models_apart(make_cache: Callable[..., Cache]) -> None:
     source = RowSource()
     source.row(0, RANK, SCALE, source.put(A), source.put(B))
     plan = AdapterPlan(linear.config, source.rows, FakeSource(bytes(source.data), "x"))
-    request = LlmRequest(1, lora_task_id=1, lora_weights=CarriedRows(plan))  # type: ignore[arg-type]
+    request = LlmRequest(1, lora_task_id=1, lora_weights=CarriedRows(plan))
     with pytest.raises(ValueError, match="another model configuration"):
         embedding.peft.add_request_peft(request)

@@ -38,7 +38,7 @@ class RowSource:
         """A request that carries the rows."""
         source = FakeSource(bytes(self.data), f"rows of request {request_id}")
         weights = CarriedRows(AdapterPlan(config, self.rows, source))
-        return LlmRequest(request_id, lora_task_id=request_id, lora_weights=weights)  # type: ignore[arg-type]
+        return LlmRequest(request_id, lora_task_id=request_id, lora_weights=weights)
 
 
 @dataclass(frozen=True, eq=False)

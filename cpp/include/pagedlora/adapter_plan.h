@@ -34,8 +34,9 @@ struct PlannedVector {
   bool is_there() const { return offset != kNone; }
 };
 
-// A [rank, in.length] and B [out.length, rank] of a module, or of a slice of it, with what belongs to
-// them. With y and x for the slices of the module's output and input, and base_bias the module's own:
+// A [rank, in.length] and B [out.length, rank] of a module, or of a slice of it, with what belongs
+// to them. With y and x for the slices of the module's output and input, and base_bias the module's
+// own:
 //   delta = scale * (B A x + bias)             A[:, x] instead of A x for an embedding
 //   y += delta                                                  without dora_scale
 //   y += (dora_scale - 1) * (y - base_bias) + dora_scale * delta          with it

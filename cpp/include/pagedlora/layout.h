@@ -10,8 +10,8 @@
 //
 // A of an embedding is stored as [in, rank_count], so that a token's column lies in one piece.
 //
-// A row may also have a bias and a DoRA scale [out]: parts behind its blocks, always of float32. They
-// are less than a hundredth of the row, and a DoRA scale multiplies the whole output of the module.
+// A row may also have a bias and a DoRA scale [out]: parts behind its blocks, always of float32. A
+// DoRA scale multiplies the whole output of the module, whose error it would otherwise decide.
 //
 // A part over max_part_bytes is tiled: A along in (a tile is [rank_count, length]), B along out
 // (a tile is [length, rank_count]). Every part lies inside one page at a multiple of kSlotBytes.
@@ -71,8 +71,9 @@ struct RowShape {
   friend bool operator==(const RowShape&, const RowShape&) = default;
 };
 
-// Throws InvalidArgumentError if two rows of one module change the same weights of it, or one of them
-// with a DoRA scale the same outputs. The rows are sorted by module, with the lengths written out.
+// Throws InvalidArgumentError if two rows of one module change the same weights of it, or one of
+// them with a DoRA scale the same outputs. The rows are sorted by module, with the lengths written
+// out.
 void check_slices(const LoraModelConfig& config, std::span<const RowShape> rows);
 
 struct LayoutParams {
@@ -83,7 +84,8 @@ struct LayoutParams {
   friend bool operator==(const LayoutParams&, const LayoutParams&) = default;
 };
 
-// The same with max_part_bytes filled in. Throws InvalidArgumentError for sizes that no layout can have.
+// The same with max_part_bytes filled in. Throws InvalidArgumentError for sizes that no layout can
+// have.
 LayoutParams checked(LayoutParams params);
 
 struct PartLocation {
@@ -91,8 +93,8 @@ struct PartLocation {
   std::uint32_t slot = 0;  // offset in the page, in units of kSlotBytes
 };
 
-// A tile of a block's A (begin and length count the row's input features), or of B, a bias or a DoRA
-// scale (output features).
+// A tile of a block's A (begin and length count the row's input features), or of B, a bias or a
+// DoRA scale (output features).
 struct Part {
   std::uint32_t begin = 0;
   std::uint32_t length = 0;
@@ -123,7 +125,8 @@ class Layout {
   // Modules of the model that the layout was made for.
   std::size_t num_modules() const { return first_row_of_module_.size() - 1; }
 
-  // Positions [first, second) of the module's rows in rows(); none if the adapter does not touch it.
+  // Positions [first, second) of the module's rows in rows(); none if the adapter does not touch
+  // it.
   std::pair<std::uint32_t, std::uint32_t> rows_of(ModuleIndex module) const {
     if (module.value >= num_modules()) {
       return {0, 0};

@@ -1,15 +1,16 @@
-// y += scale * B (A x) for a batch whose rows use different adapters, straight from cache pages; with
-// the biases and DoRA scales that adapters have (adapter_plan.h has the formula).
+// y += scale * B (A x) for a batch whose rows use different adapters, straight from cache pages;
+// with the biases and DoRA scales that adapters have (adapter_plan.h has the formula).
 //
 // LoraBatch is the table of one step: which rows of x use which task. It is built once per step and
 // used for every module. LoraOperator applies it to one module at a time.
 //
 // Arithmetic: A x is accumulated in float32, in an order that depends only on the sizes of the
 // module and on the layout; the scale multiplies that rank-space accumulator; B t is accumulated
-// in float32 over all blocks of the row and added to y in one rounding. An adapter with several rows
-// for a module (slices of it) adds one after the other, in the order of the layout. So a result does
-// not depend on its neighbours, on the length of its run or on its place in the batch. Rows without
-// an adapter, and rows whose adapter does not touch the module, are not read or written.
+// in float32 over all blocks of the row and added to y in one rounding. An adapter with several
+// rows for a module (slices of it) adds one after the other, in the order of the layout. So a
+// result does not depend on its neighbours, on the length of its run or on its place in the batch.
+// Rows without an adapter, and rows whose adapter does not touch the module, are not read or
+// written.
 //
 // LoraBatch: immutable after construction. LoraOperator: thread-compatible (it owns scratch
 // memory); use one per thread.
@@ -90,8 +91,8 @@ class LoraOperator {
   ~LoraOperator();
 
   // Adds the adapters' outputs for `module` to y. Throws InvalidArgumentError, with y unchanged,
-  // if num_rows differs from the batch's, a task's pages hold elements of another size or the module
-  // is an embedding. x and y
+  // if num_rows differs from the batch's, a task's pages hold elements of another size or the
+  // module is an embedding. x and y
   // must not overlap and need only the alignment of their elements. Reads every page through the
   // batch's views; never blocks.
   void apply(const LoraBatch& batch, ModuleIndex module, const Activations& activations);

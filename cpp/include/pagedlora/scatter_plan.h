@@ -49,10 +49,11 @@ class ScatterPlan {
   // `layout` must be of plan.row_shapes().
   ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout);
 
-  // Reads matrices from the reader, in the order in which they lie there, and fills the parts of the
-  // targets: all of them, or those in the first `max_chunks` chunks. `chunk` is scratch of at least
-  // kMinChunkBytes. May block. Throws what the reader and the targets throw, and AdapterFormatError
-  // for a finite value that float16 cannot hold; the targets are then partly written.
+  // Reads matrices from the reader, in the order in which they lie there, and fills the parts of
+  // the targets: all of them, or those in the first `max_chunks` chunks. `chunk` is scratch of at
+  // least kMinChunkBytes. May block. Throws what the reader and the targets throw, and
+  // AdapterFormatError for a finite value that float16 cannot hold; the targets are then partly
+  // written.
   Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
                   ScatterTargets& targets, std::size_t max_chunks = kAllChunks) const;
 
@@ -60,8 +61,8 @@ class ScatterPlan {
   Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
                   const TaskPages& target, const TaskPages* second) const;
 
-  // That execute() reads with chunks of that size: each matrix that overlaps none is read once, with
-  // what lies between its rows, and between it and the next, if skipping it would cost more.
+  // That execute() reads with chunks of that size: each matrix that overlaps none is read once,
+  // with what lies between its rows, and between it and the next, if skipping it would cost more.
   std::uint64_t source_bytes(std::size_t chunk_bytes = kChunkBytes) const;
 
   static constexpr std::size_t kChunkBytes = 256U << 10;

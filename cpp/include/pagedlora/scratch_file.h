@@ -1,8 +1,9 @@
-// A temporary file for what is computed once from an adapter and read again with it: its DoRA scales.
+// A temporary file for what is computed once from an adapter and read again with it: its DoRA
+// scales.
 //
-// The file has no name: it is gone when the last piece of it is, however the process ends. Pieces are
-// written once, behind each other; the space of a piece that nobody needs any more goes back to the
-// file system. ScratchFile: thread-safe. ScratchPiece: immutable, thread-safe.
+// The file has no name: it is gone when the last piece of it is, however the process ends. Pieces
+// are written once, behind each other; the space of a piece that nobody needs any more goes back to
+// the file system. ScratchFile: thread-safe. ScratchPiece: immutable, thread-safe.
 #pragma once
 
 #include <cstddef>

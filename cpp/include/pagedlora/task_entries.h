@@ -23,9 +23,10 @@ namespace pagedlora {
 // A of an embedding lies as [in_size, adapter_size], and x are its tokens: A[x - in_offset, :].
 //
 // A row with a DoRA scale or a bias has, for the same outputs, float32 vectors [out_size] at
-// scaling_vec_pointer and bias_pointer: see PlannedRow for what they mean. Every entry of the row names
-// those of its outputs; they count once per output, not once per entry. A part of B that reaches
-// over the end of a tile of the vectors gives an entry for each; out_slot_idx is then that of the part.
+// scaling_vec_pointer and bias_pointer: see PlannedRow for what they mean. Every entry of the row
+// names those of its outputs; they count once per output, not once per entry. A part of B that
+// reaches over the end of a tile of the vectors gives an entry for each; out_slot_idx is then that
+// of the part.
 struct TaskLayerModuleConfig {
   std::uint32_t page_id = 0;      // of A, in the tier's pool
   std::uint32_t slot_idx = 0;     // of A, in units of kSlotBytes
