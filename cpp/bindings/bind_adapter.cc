@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <tuple>
@@ -13,6 +14,7 @@
 #include "pagedlora/adapter_root.h"
 #include "pagedlora/peft_cache_manager.h"
 #include "pagedlora/safetensors_header.h"
+#include "pagedlora/scratch_file.h"
 #include "pagedlora/tensor_source.h"
 #include "path_argument.h"
 
@@ -21,10 +23,31 @@ namespace py = pybind11;
 using py::literals::operator""_a;
 namespace {
 
+using PyRange = std::pair<std::uint32_t, std::uint32_t>;  // (offset, length)
+using PyVector = std::pair<std::uint64_t, Dtype>;         // (offset in the source, dtype)
+
 PlannedRow make_row(std::uint32_t module, std::uint32_t rank, float scale, std::uint64_t a_offset,
-                    Dtype a_dtype, std::uint64_t b_offset, Dtype b_dtype) {
-  return {ModuleIndex{module}, rank, {a_offset, a_dtype}, {b_offset, b_dtype}, scale};
+                    Dtype a_dtype, std::uint64_t b_offset, Dtype b_dtype, PyRange in, PyRange out,
+                    std::uint32_t a_row_stride, std::uint32_t b_row_stride,
+                    std::optional<PyVector> bias, std::optional<std::uint64_t> dora_scale_offset) {
+  PlannedRow row;
+  row.module = ModuleIndex{module};
+  row.rank = rank;
+  row.a = {a_offset, a_dtype, a_row_stride};
+  row.b = {b_offset, b_dtype, b_row_stride};
+  row.scale = scale;
+  row.in = {in.first, in.second};
+  row.out = {out.first, out.second};
+  if (bias) {
+    row.bias = {bias->first, bias->second};
+  }
+  if (dora_scale_offset) {
+    row.dora_scale = {*dora_scale_offset, Dtype::float32};
+  }
+  return row;
 }
+
+PyRange to_pair(const FeatureRange& range) { return {range.offset, range.length}; }
 
 // A view of a Python buffer, which cannot be resized while the view lives. Let go of from C++ threads
 // that may not hold the GIL.
@@ -83,6 +106,12 @@ std::shared_ptr<const TensorSource> file_source(const py::str& path,
   return open_file_source(core_path, std::move(root));
 }
 
+std::shared_ptr<const ScratchPiece> append(ScratchFile& self, const py::buffer& buffer) {
+  const HeldBuffer held(buffer);
+  const py::gil_scoped_release release;
+  return self.append(held.bytes());
+}
+
 }  // namespace
 
 void register_adapter(py::module_& module) {
@@ -110,6 +139,17 @@ void register_adapter(py::module_& module) {
   module.def("make_memory_source", &memory_source, "buffer"_a, "description"_a,
              "Bytes of a buffer that is kept alive.");
 
+  py::class_<ScratchPiece, py::smart_holder>(
+      module, "ScratchPiece", "Some bytes of a ScratchFile; their space is given back with it.")
+      .def_property_readonly("size_bytes", &ScratchPiece::size_bytes);
+  py::class_<ScratchFile, py::smart_holder>(
+      module, "ScratchFile", "A nameless temporary file, for what is read again with an adapter.")
+      .def(py::init(&ScratchFile::create), "directory"_a)
+      .def("append", &append, "data"_a, "Writes the bytes of a buffer behind all others.")
+      .def_property_readonly("used_bytes", &ScratchFile::used_bytes);
+  module.def("source_with_tail", &with_tail, "head"_a.none(false), "tail"_a.none(false),
+             "A source of the bytes of `head`, with its checks, and then those of `tail`.");
+
   py::class_<TensorHeader>(module, "TensorHeader", "One tensor of a safetensors file.")
       .def_readonly("name", &TensorHeader::name)
       .def_readonly("dtype", &TensorHeader::dtype)
@@ -120,10 +160,22 @@ void register_adapter(py::module_& module) {
              py::call_guard<py::gil_scoped_release>(),
              "The tensors of a safetensors source, by offset; refuses what the format forbids.");
 
-  py::class_<PlannedRow>(module, "PlannedRow", "One module's A and B in a source.")
+  py::class_<PlannedRow>(
+      module, "PlannedRow",
+      "A and B of a module, or of a slice of it, in a source.\n\n"
+      "With delta = scale * (B A x + bias), y += delta, or y += (dora_scale - 1) * (y - base "
+      "bias)\n"
+      "+ dora_scale * delta. bias is (offset, dtype), dora_scale of float32.\n\n"
+      "A is [rank, in length], B [out length, rank]; y[out slice] += scale * B (A x[in slice]).\n"
+      "A slice is (first feature, number of features); 0 features: to the module's end. A row\n"
+      "stride counts elements between the starts of stored rows; 0: they lie back to back.")
       .def(py::init(&make_row), "module"_a, "rank"_a, "scale"_a, "a_offset"_a, "a_dtype"_a,
-           "b_offset"_a, "b_dtype"_a)
+           "b_offset"_a, "b_dtype"_a, py::kw_only(), "in_slice"_a = PyRange{0, 0},
+           "out_slice"_a = PyRange{0, 0}, "a_row_stride"_a = 0, "b_row_stride"_a = 0,
+           "bias"_a = py::none(), "dora_scale_offset"_a = py::none())
       .def_property_readonly("module", [](const PlannedRow& row) { return row.module.value; })
+      .def_property_readonly("in_slice", [](const PlannedRow& row) { return to_pair(row.in); })
+      .def_property_readonly("out_slice", [](const PlannedRow& row) { return to_pair(row.out); })
       .def_readonly("rank", &PlannedRow::rank)
       .def_readonly("scale", &PlannedRow::scale);
 

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -20,6 +21,10 @@ using py::literals::operator""_a;
 namespace {
 
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+std::optional<std::uint64_t> pointer(std::uint64_t address) {
+  return address == 0 ? std::nullopt : std::optional(address);
+}
 
 void register_entries(py::module_& module) {
   using Entry = TaskLayerModuleConfig;
@@ -40,7 +45,13 @@ void register_entries(py::module_& module) {
       .def_readonly("scale", &Entry::scale)
       .def_readonly("weights_in_pointer", &Entry::weights_in_pointer)
       .def_readonly("weights_out_pointer", &Entry::weights_out_pointer)
-      .def_property_readonly("scaling_vec_pointer", [](const Entry&) { return py::none(); })
+      .def_property_readonly(
+          "scaling_vec_pointer",
+          [](const Entry& entry) { return pointer(entry.scaling_vec_pointer); },
+          "Of float32 [out_size]; None without DoRA.")
+      .def_property_readonly(
+          "bias_pointer", [](const Entry& entry) { return pointer(entry.bias_pointer); },
+          "Of float32 [out_size]; None without a bias.")
       .def_readonly("module_name", &Entry::module_name);
 }
 

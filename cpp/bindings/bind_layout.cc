@@ -21,7 +21,7 @@ std::vector<RowShape> to_rows(const PyRows& rows) {
   std::vector<RowShape> shapes;
   shapes.reserve(rows.size());
   for (const auto& [module, rank] : rows) {
-    shapes.push_back({ModuleIndex{module}, rank});
+    shapes.push_back({ModuleIndex{module}, rank, {}, {}});
   }
   return shapes;
 }

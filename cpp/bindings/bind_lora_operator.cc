@@ -49,12 +49,22 @@ struct SharedLoraOperator {
 
 void apply(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
            std::uintptr_t x, std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
-           std::int64_t y_row_stride, Dtype dtype) {
+           std::int64_t y_row_stride, Dtype dtype, std::uintptr_t base_bias) {
   const auto held = leased.hold_open();
   const std::scoped_lock lock(self.mutex);
   self.lora.apply(leased.batch, ModuleIndex{module},
                   {std::bit_cast<const void*>(x), std::bit_cast<void*>(y), x_row_stride,
-                   y_row_stride, num_rows, dtype});
+                   y_row_stride, num_rows, dtype, std::bit_cast<const void*>(base_bias)});
+}
+
+void apply_embedding(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
+                     std::uintptr_t token_ids, std::uintptr_t y, std::uint32_t num_rows,
+                     std::int64_t y_row_stride, Dtype dtype, float factor) {
+  const auto held = leased.hold_open();
+  const std::scoped_lock lock(self.mutex);
+  self.lora.apply_embedding(leased.batch, ModuleIndex{module},
+                            {std::bit_cast<const std::int64_t*>(token_ids), std::bit_cast<void*>(y),
+                             y_row_stride, num_rows, dtype, factor});
 }
 
 }  // namespace
@@ -70,7 +80,9 @@ void register_lora_operator(py::module_& module) {
       .def_property_readonly("num_rows",
                              [](const LeasedBatch& self) { return self.batch.num_rows(); })
       .def_property_readonly("num_runs",
-                             [](const LeasedBatch& self) { return self.batch.runs().size(); });
+                             [](const LeasedBatch& self) { return self.batch.runs().size(); })
+      .def_property_readonly("has_dora_scales",
+                             [](const LeasedBatch& self) { return self.batch.has_dora_scales(); });
 
   py::class_<SharedLoraOperator>(module, "LoraOperator",
                                  "y += scale * B (A x), from cache pages. Thread-safe.")
@@ -80,12 +92,22 @@ void register_lora_operator(py::module_& module) {
            "dtype"_a, "isa"_a = "auto")
       .def(
           "apply", &apply, "batch"_a, "module_index"_a, "x_ptr"_a, "y_ptr"_a, "num_rows"_a,
-          "x_row_stride"_a, "y_row_stride"_a, "dtype"_a, py::call_guard<py::gil_scoped_release>(),
+          "x_row_stride"_a, "y_row_stride"_a, "dtype"_a, "base_bias_ptr"_a = 0,
+          py::call_guard<py::gil_scoped_release>(),
           "Adds the adapters' outputs for one module to y [num_rows, out_features], in place.\n\n"
           "x is [num_rows, in_features]; strides count elements between rows, and the elements of\n"
-          "a row lie back to back; dtype is that of x and y. Rows of the base model, and of\n"
-          "adapters that do not touch the module, are left alone. Raises LeaseClosedError after\n"
-          "the batch's lease was closed, InvalidArgumentError if num_rows is not the batch's.");
+          "a row lie back to back; dtype is that of x, y and base_bias [out_features], the "
+          "module's\n"
+          "own bias, which adapters with DoRA do not scale (0: it has none). Rows of the base\n"
+          "model, and of adapters that do not touch the module, are left alone. Raises\n"
+          "LeaseClosedError after the batch's lease was closed, InvalidArgumentError if num_rows "
+          "is\n"
+          "not the batch's.")
+      .def("apply_embedding", &apply_embedding, "batch"_a, "module_index"_a, "token_ids_ptr"_a,
+           "y_ptr"_a, "num_rows"_a, "y_row_stride"_a, "dtype"_a, "factor"_a = 1.0F,
+           py::call_guard<py::gil_scoped_release>(),
+           "The same for an embedding, of int64 token_ids [num_rows].\n\n"
+           "factor is what the module multiplies its output by after looking it up.");
 }
 
 }  // namespace pagedlora::bindings

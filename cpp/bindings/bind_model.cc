@@ -20,21 +20,30 @@ void register_model(py::module_& module) {
       .value("bfloat16", Dtype::bfloat16)
       .finalize();
 
+  py::native_enum<ModuleKind>(module, "ModuleKind", "enum.Enum")
+      .value("linear", ModuleKind::linear)
+      .value("embedding", ModuleKind::embedding)
+      .finalize();
+
   py::class_<LoraModule>(module, "LoraModule", "One layer of the model that can carry LoRA.")
       .def(py::init([](std::string name, std::int64_t in_features, std::int64_t out_features,
-                       std::int32_t layer_id, std::int32_t module_id) {
-             return LoraModule{std::move(name), layer_id, module_id, in_features, out_features};
+                       std::int32_t layer_id, std::int32_t module_id, ModuleKind kind) {
+             return LoraModule{std::move(name), layer_id,     module_id,
+                               in_features,     out_features, kind};
            }),
-           "name"_a, "in_features"_a, "out_features"_a, "layer_id"_a = -1, "module_id"_a = -1)
+           "name"_a, "in_features"_a, "out_features"_a, "layer_id"_a = -1, "module_id"_a = -1,
+           "kind"_a = ModuleKind::linear)
       .def_readonly("name", &LoraModule::name)
       .def_readonly("layer_id", &LoraModule::layer_id)
       .def_readonly("module_id", &LoraModule::module_id)
       .def_readonly("in_features", &LoraModule::in_features)
       .def_readonly("out_features", &LoraModule::out_features)
+      .def_readonly("kind", &LoraModule::kind)
       .def("__eq__", [](const LoraModule& a, const LoraModule& b) { return a == b; })
       .def("__repr__", [](const LoraModule& self) {
         return "LoraModule(" + self.name + ", " + std::to_string(self.in_features) + " -> " +
-               std::to_string(self.out_features) + ")";
+               std::to_string(self.out_features) +
+               (self.kind == ModuleKind::embedding ? ", embedding)" : ")");
       });
 
   py::class_<LoraModelConfig, py::smart_holder>(module, "LoraModelConfig",

@@ -183,8 +183,10 @@ std::map<std::string, std::uint64_t> iteration_stats(PeftCacheManager& self) {
           {"pausedTasks", stats.paused_tasks}};
 }
 
-// Where one row of a task goes: (module index, rank, address of A, address of B).
-using GatherTarget = std::tuple<std::uint32_t, std::uint32_t, std::uintptr_t, std::uintptr_t>;
+// Where one row of a task goes: what it was said to be, then the addresses of A, B, the bias and
+// the DoRA scale; the last two are not used for a row without.
+using GatherTarget =
+    std::tuple<RowShape, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 
 void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& tier,
                  const std::vector<GatherTarget>& targets) {
@@ -192,30 +194,43 @@ void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& 
                  [&](const TaskPages& pages, const AdapterPlan& plan) {
                    // The caller's memory fits the rows that it asked about before: compare first.
                    std::vector<RowShape> expected;
-                   for (const auto& [module, rank, a, b] : targets) {
-                     expected.push_back({ModuleIndex{module}, rank});
+                   for (const auto& [shape, a, b, bias, dora_scale] : targets) {
+                     expected.push_back(shape);
                    }
                    if (expected != plan.row_shapes()) {
                      throw InvalidArgumentError("the task has other rows than were asked for");
                    }
                    for (std::uint32_t row = 0; row < targets.size(); ++row) {
-                     gather_row(pages, self.config(), row,
-                                std::bit_cast<std::byte*>(std::get<2>(targets[row])),
-                                std::bit_cast<std::byte*>(std::get<3>(targets[row])));
+                     gather_row(pages, row, std::bit_cast<std::byte*>(std::get<1>(targets[row])),
+                                std::bit_cast<std::byte*>(std::get<2>(targets[row])));
+                     gather_vector(pages, pages.layout->bias_parts(row),
+                                   std::bit_cast<float*>(std::get<3>(targets[row])));
+                     gather_vector(pages, pages.layout->dora_scale_parts(row),
+                                   std::bit_cast<float*>(std::get<4>(targets[row])));
                    }
                  });
 }
 
-std::vector<std::pair<std::uint32_t, std::uint32_t>> task_rows(PeftCacheManager& self,
-                                                               std::uint64_t task,
-                                                               const std::string& tier) {
-  std::vector<std::pair<std::uint32_t, std::uint32_t>> rows;
-  self.read_task(TaskId{task}, tier_argument(tier), [&](const TaskPages&, const AdapterPlan& plan) {
-    for (const PlannedRow& row : plan.rows()) {
-      rows.emplace_back(row.module.value, row.rank);
-    }
-  });
+std::vector<RowShape> task_rows(PeftCacheManager& self, std::uint64_t task,
+                                const std::string& tier) {
+  std::vector<RowShape> rows;
+  self.read_task(TaskId{task}, tier_argument(tier),
+                 [&](const TaskPages&, const AdapterPlan& plan) { rows = plan.row_shapes(); });
   return rows;
+}
+
+void register_row_shape(py::module_& module) {
+  const auto to_pair = [](const FeatureRange& range) {
+    return std::pair(range.offset, range.length);
+  };
+  py::class_<RowShape>(module, "RowShape",
+                       "A row of a task: (first feature, number of features) of its slices.")
+      .def_property_readonly("module", [](const RowShape& row) { return row.module.value; })
+      .def_readonly("rank", &RowShape::rank)
+      .def_readonly("has_bias", &RowShape::has_bias)
+      .def_readonly("has_dora_scale", &RowShape::has_dora_scale)
+      .def_property_readonly("in_slice", [=](const RowShape& row) { return to_pair(row.in); })
+      .def_property_readonly("out_slice", [=](const RowShape& row) { return to_pair(row.out); });
 }
 
 void register_stats(py::module_& module) {
@@ -386,6 +401,7 @@ void register_manager_queries(
 }  // namespace
 
 void register_peft_cache_manager(py::module_& module) {
+  register_row_shape(module);
   register_stats(module);
   py::class_<PeftCacheManager, std::shared_ptr<PeftCacheManager>> type(
       module, "PeftCacheManager", "The two-tier cache; see pagedlora.PeftCacheManager.",

@@ -1,6 +1,7 @@
 #include "pagedlora/layout.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -32,6 +33,31 @@ LayoutParams checked(LayoutParams params) {
   return params;
 }
 
+FeatureRange resolved(FeatureRange range, std::int64_t features) {
+  const auto all = static_cast<std::uint32_t>(features);
+  if (range.offset >= all || range.length > all - range.offset) {
+    throw InvalidArgumentError("a slice of " + std::to_string(range.length) + " features from " +
+                               std::to_string(range.offset) + " on is not in a module of " +
+                               std::to_string(all));
+  }
+  return {range.offset, range.length == 0 ? all - range.offset : range.length};
+}
+
+void check_slices(const LoraModelConfig& config, std::span<const RowShape> rows) {
+  std::size_t first = 0;  // of the module's rows
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    first = rows[i].module == rows[first].module ? first : i;
+    for (std::size_t j = first; j < i; ++j) {
+      const bool scales_outputs = rows[i].has_dora_scale || rows[j].has_dora_scale;
+      if (rows[i].out.overlaps(rows[j].out) &&
+          (scales_outputs || rows[i].in.overlaps(rows[j].in))) {
+        throw InvalidArgumentError("module " + config.module(rows[i].module).name +
+                                   " has two rows in one adapter for the same inputs and outputs");
+      }
+    }
+  }
+}
+
 namespace {
 
 void check_rows(const LoraModelConfig& config, const std::vector<RowShape>& rows) {
@@ -45,16 +71,38 @@ void check_rows(const LoraModelConfig& config, const std::vector<RowShape>& rows
       throw InvalidArgumentError("row " + std::to_string(i) + " has rank " +
                                  std::to_string(rows[i].rank));
     }
-    if (i > 0 && !(rows[i - 1].module < rows[i].module)) {
-      throw InvalidArgumentError("rows must name modules in ascending order, each once");
+    if (i > 0 && rows[i].module < rows[i - 1].module) {
+      throw InvalidArgumentError("rows must name modules in ascending order");
+    }
+  }
+  check_slices(config, rows);
+}
+
+void resolve_slices(const LoraModelConfig& config, std::vector<RowShape>& rows) {
+  for (RowShape& row : rows) {
+    if (row.module.value < config.modules().size()) {  // others are refused by check_rows
+      const LoraModule& module = config.module(row.module);
+      row.in = resolved(row.in, module.in_features);
+      row.out = resolved(row.out, module.out_features);
+      row.kind = module.kind;
     }
   }
 }
 
-// Cuts `features` of a block of `ranks` into tiles and places each.
-std::uint32_t place_parts(std::uint32_t features, std::uint32_t ranks, const LayoutParams& params,
-                          internal::FirstFit& pages, std::vector<Part>& parts) {
-  const std::size_t feature_bytes = ranks * params.element_bytes;
+// Of every module the position of its first row, and then the number of rows.
+std::vector<std::uint32_t> index_rows(std::size_t num_modules, const std::vector<RowShape>& rows) {
+  std::vector<std::uint32_t> first(num_modules + 1, 0);
+  for (const RowShape& row : rows) {
+    ++first[row.module.value + 1];
+  }
+  std::partial_sum(first.begin(), first.end(), first.begin());
+  return first;
+}
+
+// Cuts features of so many bytes each into tiles and places each.
+std::uint32_t place_parts(std::uint32_t features, std::size_t feature_bytes,
+                          const LayoutParams& params, internal::FirstFit& pages,
+                          std::vector<Part>& parts) {
   const std::size_t tile = params.max_part_bytes / feature_bytes;
   std::uint32_t count = 0;
   for (std::size_t begin = 0; begin < features; begin += tile, ++count) {
@@ -71,14 +119,13 @@ std::uint32_t place_parts(std::uint32_t features, std::uint32_t ranks, const Lay
 Layout::Layout(const LoraModelConfig& config, std::vector<RowShape> rows,
                const LayoutParams& params)
     : rows_(std::move(rows)), params_(checked(params)) {
+  resolve_slices(config, rows_);
   check_rows(config, rows_);
-  row_of_module_.assign(config.modules().size(), -1);
+  first_row_of_module_ = index_rows(config.modules().size(), rows_);
   internal::FirstFit pages(params_.page_bytes / kSlotBytes);
   for (std::uint32_t row = 0; row < rows_.size(); ++row) {
-    const LoraModule& module = config.module(rows_[row].module);
-    const auto in = static_cast<std::uint32_t>(module.in_features);
-    const auto out = static_cast<std::uint32_t>(module.out_features);
-    row_of_module_[rows_[row].module.value] = static_cast<std::int32_t>(row);
+    const std::uint32_t in = rows_[row].in.length;
+    const std::uint32_t out = rows_[row].out.length;
     first_block_of_row_.push_back(static_cast<std::uint32_t>(blocks_.size()));
     for (std::uint32_t begin = 0; begin < rows_[row].rank; begin += kMaxBlockRanks) {
       Block block;
@@ -87,11 +134,14 @@ Layout::Layout(const LoraModelConfig& config, std::vector<RowShape> rows,
       block.rank_count =
           static_cast<std::uint16_t>(std::min(kMaxBlockRanks, rows_[row].rank - begin));
       block.first_part = static_cast<std::uint32_t>(parts_.size());
-      block.num_a_parts = place_parts(in, block.rank_count, params_, pages, parts_);
-      block.num_b_parts = place_parts(out, block.rank_count, params_, pages, parts_);
+      const std::size_t feature_bytes = block.rank_count * params_.element_bytes;
+      block.num_a_parts = place_parts(in, feature_bytes, params_, pages, parts_);
+      block.num_b_parts = place_parts(out, feature_bytes, params_, pages, parts_);
       blocks_.push_back(block);
     }
-    payload_bytes_ += std::size_t{rows_[row].rank} * (in + out) * params_.element_bytes;
+    payload_bytes_ +=
+        std::size_t{rows_[row].rank} * (std::size_t{in} + out) * params_.element_bytes;
+    place_vectors(row, pages);
   }
   first_block_of_row_.push_back(static_cast<std::uint32_t>(blocks_.size()));
   num_pages_ = pages.num_pages();
@@ -99,11 +149,23 @@ Layout::Layout(const LoraModelConfig& config, std::vector<RowShape> rows,
   parts_.shrink_to_fit();
 }
 
-std::optional<std::uint32_t> Layout::row_of(ModuleIndex module) const {
-  if (module.value >= row_of_module_.size() || row_of_module_[module.value] < 0) {
-    return std::nullopt;
+void Layout::place_vectors(std::uint32_t row, internal::FirstFit& pages) {
+  const RowShape& shape = rows_[row];
+  if (!shape.has_bias && !shape.has_dora_scale) {
+    return;
   }
-  return static_cast<std::uint32_t>(row_of_module_[module.value]);
+  vectors_of_row_.resize(rows_.size());
+  VectorParts& vectors = vectors_of_row_[row];
+  vectors.first = static_cast<std::uint32_t>(parts_.size());
+  const auto place = [&](bool is_there, std::uint32_t& num_parts) {
+    if (is_there) {
+      num_parts = place_parts(shape.out.length, sizeof(float), params_, pages, parts_);
+      payload_bytes_ += std::size_t{shape.out.length} * sizeof(float);
+    }
+  };
+  place(shape.has_bias, vectors.num_bias);
+  place(shape.has_dora_scale, vectors.num_dora_scale);
+  has_dora_scales_ |= shape.has_dora_scale;
 }
 
 std::span<const Block> Layout::blocks_of_row(std::uint32_t row) const {
@@ -119,10 +181,27 @@ std::span<const Part> Layout::b_parts(const Block& block) const {
   return std::span(parts_).subspan(block.first_part + block.num_a_parts, block.num_b_parts);
 }
 
+std::span<const Part> Layout::bias_parts(std::uint32_t row) const {
+  if (vectors_of_row_.empty()) {
+    return {};
+  }
+  const VectorParts& vectors = vectors_of_row_[row];
+  return std::span(parts_).subspan(vectors.first, vectors.num_bias);
+}
+
+std::span<const Part> Layout::dora_scale_parts(std::uint32_t row) const {
+  if (vectors_of_row_.empty()) {
+    return {};
+  }
+  const VectorParts& vectors = vectors_of_row_[row];
+  return std::span(parts_).subspan(vectors.first + vectors.num_bias, vectors.num_dora_scale);
+}
+
 std::size_t Layout::memory_bytes() const {
   return sizeof(Layout) + rows_.capacity() * sizeof(RowShape) + blocks_.capacity() * sizeof(Block) +
          first_block_of_row_.capacity() * sizeof(std::uint32_t) + parts_.capacity() * sizeof(Part) +
-         row_of_module_.capacity() * sizeof(std::int32_t);
+         first_row_of_module_.capacity() * sizeof(std::uint32_t) +
+         vectors_of_row_.capacity() * sizeof(VectorParts);
 }
 
 }  // namespace pagedlora

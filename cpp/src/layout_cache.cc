@@ -5,7 +5,9 @@ namespace pagedlora {
 std::size_t LayoutCache::RowsHash::operator()(const std::vector<RowShape>& rows) const noexcept {
   std::uint64_t hash = 0xCBF29CE484222325U;  // FNV-1a
   for (const RowShape& row : rows) {
-    for (const std::uint32_t word : {row.module.value, row.rank}) {
+    for (const std::uint32_t word :
+         {row.module.value, row.rank, row.in.offset, row.in.length, row.out.offset, row.out.length,
+          std::uint32_t{row.has_bias}, std::uint32_t{row.has_dora_scale}}) {
       hash = (hash ^ word) * 0x100000001B3U;
     }
   }

@@ -62,6 +62,7 @@ LoraModelConfig::LoraModelConfig(std::vector<LoraModule> modules, Dtype dtype,
     hasher.add(modules_[i].name);
     hasher.add(static_cast<std::uint64_t>(modules_[i].in_features));
     hasher.add(static_cast<std::uint64_t>(modules_[i].out_features));
+    hasher.add(static_cast<std::uint64_t>(modules_[i].kind));
   }
   fingerprint_ = hasher.value();
 }

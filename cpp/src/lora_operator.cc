@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <string>
 
+#include "internal/lora_combine.h"
 #include "internal/lora_kernels.h"
+#include "internal/lora_lookup.h"
 #include "internal/read_ahead.h"
 #include "pagedlora/errors.h"
 
@@ -109,8 +111,13 @@ LoraBatch::LoraBatch(std::span<const Segment> segments) {
   }
 }
 
-// A run that touches the module, and its weights in Scratch::parts: A of all blocks, one block after
-// the other, then B, cut by add_b_parts.
+bool LoraBatch::has_dora_scales() const {
+  return std::ranges::any_of(runs_,
+                             [](const Run& run) { return run.task.layout->has_dora_scales(); });
+}
+
+// A run and a row of its adapter for the module, and its weights in Scratch::parts: A of all
+// blocks, one block after the other, then B, cut by add_b_parts.
 struct LoraOperator::Work {
   const LoraBatch::Run* run = nullptr;
   std::uint32_t row = 0;
@@ -123,16 +130,26 @@ struct LoraOperator::Scratch {
   std::vector<WeightsPart> parts;
   std::vector<Work> works;
   std::vector<float> rank_space;  // scale * A x: [blocks of the row, rows of a tile, kRankLanes]
+  struct {
+    std::vector<float> output_space;  // scale * B A x: [rows of a tile, outputs of a part of B]
+    std::vector<float> bias;          // of the same outputs
+    std::vector<float> dora_scale;
+  } vectors;
 };
 
 // One tile of rows of one run: what the two passes share.
 struct LoraOperator::Tile {
+  const TaskPages* task;
+  std::uint32_t row;  // of the layout
   std::span<const Block> blocks;
   std::span<const WeightsPart> a;
   std::span<const WeightsPart> b;
   float scale;
+  const std::int64_t* token_ids;  // null: x is there
+  float factor;
   const void* x;
   void* y;
+  const void* base_bias;
   std::int64_t x_row_stride;
   std::int64_t y_row_stride;
   std::uint32_t num_rows;
@@ -151,63 +168,106 @@ LoraOperator::LoraOperator(LoraOperator&&) noexcept = default;
 LoraOperator& LoraOperator::operator=(LoraOperator&&) noexcept = default;
 LoraOperator::~LoraOperator() = default;
 
+// Either kind of call.
+struct LoraOperator::Call {
+  Activations activations;
+  const std::int64_t* token_ids = nullptr;  // of an embedding, instead of x
+  float factor = 1.0F;
+};
+
 void LoraOperator::apply(const LoraBatch& batch, ModuleIndex module,
                          const Activations& activations) {
-  check(batch, module, activations);
-  find_work(batch, module);
+  check(batch, module, ModuleKind::linear, activations.num_rows);
+  apply(batch, module, Call{.activations = activations});
+}
+
+void LoraOperator::apply_embedding(const LoraBatch& batch, ModuleIndex module,
+                                   const EmbeddingActivations& activations) {
+  check(batch, module, ModuleKind::embedding, activations.num_rows);
+  apply(batch, module,
+        Call{.activations = {.y = activations.y,
+                             .y_row_stride = activations.y_row_stride,
+                             .num_rows = activations.num_rows,
+                             .dtype = activations.dtype},
+             .token_ids = activations.token_ids,
+             .factor = activations.factor});
+}
+
+void LoraOperator::apply(const LoraBatch& batch, ModuleIndex module, const Call& call) {
+  find_work(batch, module, call.token_ids == nullptr ? ModuleKind::linear : ModuleKind::embedding);
   const internal::LoraKernels& kernels =
-      internal::lora_kernels(activations.dtype, weights_dtype_, isa_);
+      internal::lora_kernels(call.activations.dtype, weights_dtype_, isa_);
   ReadAhead ahead = start_reading(scratch_->parts);
   for (const Work& work : scratch_->works) {
-    apply_run(kernels, work, activations, ahead);
+    apply_run(kernels, work, call, ahead);
   }
 }
 
-void LoraOperator::find_work(const LoraBatch& batch, ModuleIndex module) {
-  auto& [parts, works, rank_space] = *scratch_;
+void LoraOperator::find_work(const LoraBatch& batch, ModuleIndex module, ModuleKind kind) {
+  std::vector<WeightsPart>& parts = scratch_->parts;
+  std::vector<Work>& works = scratch_->works;
   parts.clear();
   works.clear();
   for (const LoraBatch::Run& run : batch.runs()) {
-    const std::optional<std::uint32_t> row = run.task.layout->row_of(module);
-    if (!row) {
-      continue;
+    const auto [first_row, end_row] = run.task.layout->rows_of(module);
+    for (std::uint32_t row = first_row; row < end_row; ++row) {
+      const std::span<const Block> blocks = run.task.layout->blocks_of_row(row);
+      Work& work = works.emplace_back(Work{.run = &run, .row = row, .first_a = parts.size()});
+      if (kind == ModuleKind::linear) {
+        add_a_parts(run.task, blocks, parts);
+      }
+      work.first_b = parts.size();
+      add_b_parts(run.task, blocks, parts);
+      work.end = parts.size();
     }
-    const std::span<const Block> blocks = run.task.layout->blocks_of_row(*row);
-    Work& work = works.emplace_back(Work{.run = &run, .row = *row, .first_a = parts.size()});
-    add_a_parts(run.task, blocks, parts);
-    work.first_b = parts.size();
-    add_b_parts(run.task, blocks, parts);
-    work.end = parts.size();
   }
 }
 
 void LoraOperator::apply_run(const internal::LoraKernels& kernels, const Work& work,
-                             const Activations& activations, ReadAhead& ahead) {
+                             const Call& call, ReadAhead& ahead) {
+  const Activations& activations = call.activations;
   const Dtype dtype = activations.dtype;
   const LoraBatch::Run& run = *work.run;
+  const RowShape& shape = run.task.layout->rows()[work.row];
   const WeightsPart* parts = scratch_->parts.data();
   ReadAhead nothing;  // the caches hold the weights after the first tile
   for (std::uint32_t done = 0; done < run.num_rows; done += kTileRows) {
     const std::int64_t first = static_cast<std::int64_t>(run.first_row) + done;
-    const Tile tile{.blocks = run.task.layout->blocks_of_row(work.row),
-                    .a = {parts + work.first_a, parts + work.first_b},
-                    .b = {parts + work.first_b, parts + work.end},
-                    .scale = run.task.scales[work.row],
-                    .x = element(activations.x, first * activations.x_row_stride, dtype),
-                    .y = element(activations.y, first * activations.y_row_stride, dtype),
-                    .x_row_stride = activations.x_row_stride,
-                    .y_row_stride = activations.y_row_stride,
-                    .num_rows = std::min(kTileRows, run.num_rows - done),
-                    .ahead = done == 0 ? &ahead : &nothing};
-    shrink(kernels, *run.task.layout, tile);
-    expand(kernels, dtype, tile);
+    const Tile tile{
+        .task = &run.task,
+        .row = work.row,
+        .blocks = run.task.layout->blocks_of_row(work.row),
+        .a = {parts + work.first_a, parts + work.first_b},
+        .b = {parts + work.first_b, parts + work.end},
+        .scale = run.task.scales[work.row],
+        .token_ids = call.token_ids == nullptr ? nullptr : call.token_ids + first,
+        .factor = call.factor,
+        .x = element(activations.x, first * activations.x_row_stride + shape.in.offset, dtype),
+        .y = element(activations.y, first * activations.y_row_stride + shape.out.offset, dtype),
+        .base_bias = activations.base_bias == nullptr
+                         ? nullptr
+                         : element(activations.base_bias, shape.out.offset, dtype),
+        .x_row_stride = activations.x_row_stride,
+        .y_row_stride = activations.y_row_stride,
+        .num_rows = std::min(kTileRows, run.num_rows - done),
+        .ahead = done == 0 ? &ahead : &nothing};
+    if (tile.token_ids == nullptr) {
+      shrink(kernels, *run.task.layout, tile);
+    } else {
+      look_up(tile);
+    }
+    if (shape.has_bias || shape.has_dora_scale) {
+      expand_with_vectors(dtype, tile);
+    } else {
+      expand(kernels, dtype, tile);
+    }
   }
 }
 
-void LoraOperator::check(const LoraBatch& batch, ModuleIndex module,
-                         const Activations& activations) const {
-  if (activations.num_rows != batch.num_rows()) {
-    throw InvalidArgumentError("activations have " + std::to_string(activations.num_rows) +
+void LoraOperator::check(const LoraBatch& batch, ModuleIndex module, ModuleKind kind,
+                         std::uint32_t num_rows) const {
+  if (num_rows != batch.num_rows()) {
+    throw InvalidArgumentError("activations have " + std::to_string(num_rows) +
                                " rows, the batch has " + std::to_string(batch.num_rows()));
   }
   for (const LoraBatch::Run& run : batch.runs()) {
@@ -220,6 +280,13 @@ void LoraOperator::check(const LoraBatch& batch, ModuleIndex module,
       throw InvalidArgumentError("module index " + std::to_string(module.value) +
                                  " given for a model with " +
                                  std::to_string(run.task.layout->num_modules()) + " LoRA modules");
+    }
+    const auto [first_row, end_row] = run.task.layout->rows_of(module);
+    if (first_row < end_row && run.task.layout->rows()[first_row].kind != kind) {
+      throw InvalidArgumentError("module index " + std::to_string(module.value) +
+                                 (kind == ModuleKind::linear
+                                      ? " is an embedding: give its tokens to apply_embedding()"
+                                      : " is linear: give its input to apply()"));
     }
   }
 }
@@ -246,6 +313,24 @@ void LoraOperator::shrink(const internal::LoraKernels& kernels, const Layout& la
   }
 }
 
+// What shrink gives, for tokens: their columns of A.
+void LoraOperator::look_up(const Tile& tile) {
+  const std::size_t floats_per_block = std::size_t{tile.num_rows} * kRankLanes;
+  std::vector<float>& t = scratch_->rank_space;
+  t.assign(tile.blocks.size() * floats_per_block, 0.0F);
+  for (std::size_t block = 0; block < tile.blocks.size(); ++block) {
+    internal::look_up({.task = tile.task,
+                       .block = &tile.blocks[block],
+                       .token_ids = tile.token_ids,
+                       .num_rows = tile.num_rows,
+                       .vocabulary = tile.task->layout->rows()[tile.row].in,
+                       .t = t.data() + block * floats_per_block});
+  }
+  for (float& value : t) {
+    value *= tile.scale * tile.factor;
+  }
+}
+
 void LoraOperator::expand(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile) {
   for (std::size_t done = 0; done < tile.b.size(); done += tile.blocks.size()) {
     const WeightsPart& first = tile.b[done];
@@ -257,6 +342,46 @@ void LoraOperator::expand(const internal::LoraKernels& kernels, Dtype dtype, con
                     .y = element(tile.y, first.begin, dtype),
                     .y_row_stride = tile.y_row_stride,
                     .ahead = tile.ahead});
+  }
+}
+
+// B A x of some outputs first, in float32, so that y is rounded once.
+void LoraOperator::expand_with_vectors(Dtype dtype, const Tile& tile) {
+  const internal::LoraKernels& kernels =
+      internal::lora_kernels(Dtype::float32, weights_dtype_, isa_);
+  const Layout& layout = *tile.task->layout;
+  auto& [output_space, bias, dora_scale] = scratch_->vectors;
+  for (std::size_t done = 0; done < tile.b.size(); done += tile.blocks.size()) {
+    const WeightsPart& first = tile.b[done];
+    output_space.assign(std::size_t{tile.num_rows} * first.length, 0.0F);
+    kernels.expand({.t = scratch_->rank_space.data(),
+                    .num_rows = tile.num_rows,
+                    .blocks = &first,
+                    .num_blocks = static_cast<std::uint32_t>(tile.blocks.size()),
+                    .length = first.length,
+                    .y = output_space.data(),
+                    .y_row_stride = first.length,
+                    .ahead = tile.ahead});
+    const auto vector_of = [&](std::span<const Part> parts, std::vector<float>& into) {
+      into.resize(first.length);
+      internal::copy_features(*tile.task, parts, first.begin, first.length, into.data());
+      return parts.empty() ? nullptr : into.data();
+    };
+    const float* scaled_bias = vector_of(layout.bias_parts(tile.row), bias);
+    for (float& value : bias) {
+      value *= tile.scale;
+    }
+    internal::combine(
+        {.scaled_product = output_space.data(),
+         .num_rows = tile.num_rows,
+         .length = first.length,
+         .scaled_bias = scaled_bias,
+         .dora_scale = vector_of(layout.dora_scale_parts(tile.row), dora_scale),
+         .base_bias =
+             tile.base_bias == nullptr ? nullptr : element(tile.base_bias, first.begin, dtype),
+         .y = element(tile.y, first.begin, dtype),
+         .y_row_stride = tile.y_row_stride},
+        dtype);
   }
 }
 

@@ -42,7 +42,7 @@ std::vector<RowShape> rows_of(const std::vector<ModuleIndex>& modules, std::uint
   std::vector<RowShape> rows;
   rows.reserve(modules.size());
   for (const ModuleIndex module : modules) {
-    rows.push_back({module, rank});
+    rows.push_back({module, rank, {}, {}});
   }
   return rows;
 }

@@ -33,7 +33,11 @@ class FixedTargets final : public ScatterTargets {
 // The copies of one segment, listed before they are executed together.
 class ScatterPlan::Copies {
  public:
-  Copies(Dtype cache_dtype, const std::byte* chunk) : cache_dtype_(cache_dtype), chunk_(chunk) {}
+  Copies(Dtype cache_dtype, const std::byte* chunk)
+      : cache_dtype_(cache_dtype), target_dtype_(cache_dtype), chunk_(chunk) {}
+
+  // What is added next becomes elements of float32, or else of the cache's dtype.
+  void set_float32(bool is_float32) { target_dtype_ = is_float32 ? Dtype::float32 : cache_dtype_; }
 
   void aim_at(const ScatterTargets::Access& access) {
     target_ = access.target;
@@ -43,21 +47,34 @@ class ScatterPlan::Copies {
   // From `at` in the chunk to the place that starts `element` elements into the part.
   void add(std::size_t at, std::size_t source_stride_bytes, const Part& part, std::size_t element,
            std::size_t rows, std::size_t columns) {
-    const std::size_t offset = element * element_bytes(cache_dtype_);
+    const std::size_t offset = element * element_bytes(target_dtype_);
     copies_.push_back({chunk_ + at, source_stride_bytes, target_->address(part.at) + offset,
                        second_ == nullptr ? nullptr : second_->address(part.at) + offset, rows,
                        columns});
   }
 
+  // At once: source rows to columns of a part whose rows are `target_stride` elements long, from
+  // its given element on. False if a finite value overflowed float16.
+  [[nodiscard]] bool transpose(std::size_t at, std::size_t source_stride_bytes, Dtype source_dtype,
+                               const Part& part, std::size_t element, std::size_t target_stride,
+                               std::size_t rows, std::size_t columns) const {
+    const std::size_t offset = element * element_bytes(target_dtype_);
+    return transpose_2d({chunk_ + at, source_stride_bytes, target_->address(part.at) + offset,
+                         second_ == nullptr ? nullptr : second_->address(part.at) + offset,
+                         target_stride, rows, columns},
+                        source_dtype, target_dtype_);
+  }
+
   // False if a finite value overflowed float16.
   [[nodiscard]] bool execute(Dtype source_dtype) {
-    const bool fits = copy_2d(copies_, source_dtype, cache_dtype_);
+    const bool fits = copy_2d(copies_, source_dtype, target_dtype_);
     copies_.clear();
     return fits;
   }
 
  private:
   Dtype cache_dtype_;
+  Dtype target_dtype_;
   const std::byte* chunk_;
   const TaskPages* target_ = nullptr;
   const TaskPages* second_ = nullptr;
@@ -84,7 +101,7 @@ class ScatterPlan::WindowBuilder {
   bool append(const Matrix& matrix, Window& window) {
     const std::size_t element = element_bytes(matrix.dtype);
     const std::uint64_t row_bytes = std::uint64_t{matrix.width} * element;
-    const std::uint64_t begin = matrix.offset + row_ * row_bytes + column_ * element;
+    const std::uint64_t begin = matrix.offset + row_ * matrix.stride_bytes + column_ * element;
     if (window.segments.empty()) {
       window.offset = begin;
     }
@@ -95,8 +112,7 @@ class ScatterPlan::WindowBuilder {
     const std::uint64_t room = chunk_bytes_ - at;
     Segment segment{&matrix, static_cast<std::size_t>(at), row_, 1, column_, 0};
     if (column_ == 0 && row_bytes <= room) {
-      segment.num_rows = static_cast<std::uint32_t>(
-          std::min<std::uint64_t>(room / row_bytes, matrix.height - row_));
+      segment.num_rows = rows_within(matrix, row_bytes, room);
       segment.num_columns = matrix.width;
     } else if (window.segments.empty()) {  // one row is longer than a chunk: take a piece of it
       segment.num_columns = static_cast<std::uint32_t>(
@@ -105,10 +121,21 @@ class ScatterPlan::WindowBuilder {
       return false;
     }
     advance(matrix, segment);
-    window.bytes = std::max(
-        window.bytes, segment.at + std::size_t{segment.num_rows} * segment.num_columns * element);
+    const std::size_t before_last = (segment.num_rows - 1) * matrix.stride_bytes;
+    window.bytes = std::max(window.bytes, segment.at + before_last + segment.num_columns * element);
     window.segments.push_back(segment);
     return true;
+  }
+
+  // Rows from row_ on that fit into `room` bytes, the first of which does; only that one if what
+  // lies between them is better skipped.
+  std::uint32_t rows_within(const Matrix& matrix, std::uint64_t row_bytes,
+                            std::uint64_t room) const {
+    if (matrix.stride_bytes - row_bytes > kMaxGapBytes) {
+      return 1;
+    }
+    const std::uint64_t rows = (room - row_bytes) / matrix.stride_bytes + 1;
+    return static_cast<std::uint32_t>(std::min<std::uint64_t>(rows, matrix.height - row_));
   }
 
   void advance(const Matrix& matrix, const Segment& segment) {
@@ -136,20 +163,40 @@ ScatterPlan::ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan,
   matrices_.reserve(plan.rows().size() * 2);
   for (std::uint32_t i = 0; i < plan.rows().size(); ++i) {
     const PlannedRow& row = plan.rows()[i];
-    const LoraModule& module = config.module(row.module);
-    const auto in = static_cast<std::uint32_t>(module.in_features);
-    const auto out = static_cast<std::uint32_t>(module.out_features);
-    matrices_.push_back({row.a.offset, i, false, row.a.dtype, row.rank, in});
-    matrices_.push_back({row.b.offset, i, true, row.b.dtype, out, row.rank});
-    source_bytes_ += std::uint64_t{row.rank} *
-                     (in * element_bytes(row.a.dtype) + out * element_bytes(row.b.dtype));
+    add(i, Kind::a, row.a, row.rank, row.in.length);
+    add(i, Kind::b, row.b, row.out.length, row.rank);
+    add(i, Kind::bias, row.bias, row.out.length);
+    add(i, Kind::dora_scale, row.dora_scale, row.out.length);
   }
-  std::ranges::sort(matrices_, {}, &Matrix::offset);
+  std::ranges::stable_sort(matrices_, {}, &Matrix::offset);
 }
 
-std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
-                                   std::span<std::byte> chunk, ScatterTargets& targets,
-                                   std::size_t max_chunks) const {
+void ScatterPlan::add(std::uint32_t row, Kind kind, const PlannedVector& vector,
+                      std::uint32_t length) {
+  if (vector.is_there()) {
+    add(row, kind, PlannedMatrix{vector.offset, vector.dtype}, 1, length);
+  }
+}
+
+void ScatterPlan::add(std::uint32_t row, Kind kind, const PlannedMatrix& matrix,
+                      std::uint32_t height, std::uint32_t width) {
+  const std::size_t stride = matrix.row_stride == 0 ? width : matrix.row_stride;
+  matrices_.push_back({matrix.offset, row, kind, matrix.dtype, height, width,
+                       stride * element_bytes(matrix.dtype)});
+}
+
+std::uint64_t ScatterPlan::source_bytes(std::size_t chunk_bytes) const {
+  WindowBuilder windows(matrices_, chunk_bytes);
+  std::uint64_t bytes = 0;
+  for (Window window; windows.next(window);) {
+    bytes += window.bytes;
+  }
+  return bytes;
+}
+
+ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
+                                          std::span<std::byte> chunk, ScatterTargets& targets,
+                                          std::size_t max_chunks) const {
   if (chunk.size() < kMinChunkBytes) {
     throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
   }
@@ -157,30 +204,41 @@ std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
   Copies copies(cache_dtype, chunk.data());
   WindowBuilder windows(matrices_, chunk.size());
   Window window;
+  Outcome outcome;
   for (std::size_t i = 0; i < max_chunks && windows.next(window); ++i) {
     const std::span<std::byte> bytes = chunk.first(window.bytes);
     reader.read(window.offset, bytes);
     checksum.update(bytes);
+    outcome.source_bytes += bytes.size();
     const ScatterTargets::Access access = targets.open();
     copies.aim_at(access);
     write(window, copies);
   }
-  return checksum.value();
+  outcome.checksum = checksum.value();
+  return outcome;
 }
 
-std::uint64_t ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
-                                   std::span<std::byte> chunk, const TaskPages& target,
-                                   const TaskPages* second) const {
+ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
+                                          std::span<std::byte> chunk, const TaskPages& target,
+                                          const TaskPages* second) const {
   FixedTargets targets(target, second);
   return execute(reader, cache_dtype, chunk, targets);
 }
 
 void ScatterPlan::write(const Window& window, Copies& copies) const {
   for (const Segment& segment : window.segments) {
-    if (segment.matrix->is_b) {
+    const Kind kind = segment.matrix->kind;
+    copies.set_float32(kind == Kind::bias || kind == Kind::dora_scale);
+    if (kind == Kind::a && layout_.rows()[segment.matrix->row].kind == ModuleKind::embedding) {
+      if (!transpose_a(segment, copies)) {
+        refuse_overflow(*segment.matrix);
+      }
+    } else if (kind == Kind::a) {
+      list_a(segment, copies);
+    } else if (kind == Kind::b) {
       list_b(segment, copies);
     } else {
-      list_a(segment, copies);
+      list_vector(segment, copies);
     }
     if (!copies.execute(segment.matrix->dtype)) {
       refuse_overflow(*segment.matrix);
@@ -191,7 +249,7 @@ void ScatterPlan::write(const Window& window, Copies& copies) const {
 void ScatterPlan::list_a(const Segment& segment, Copies& copies) const {
   const Matrix& matrix = *segment.matrix;
   const std::size_t element = element_bytes(matrix.dtype);
-  const std::size_t stride = segment.num_columns * element;
+  const std::size_t stride = matrix.stride_bytes;
   const std::uint32_t row_end = segment.row_begin + segment.num_rows;
   const std::uint32_t column_end = segment.column_begin + segment.num_columns;
   const std::span<const Block> blocks = layout_.blocks_of_row(matrix.row);
@@ -214,10 +272,37 @@ void ScatterPlan::list_a(const Segment& segment, Copies& copies) const {
   }
 }
 
+// Of an embedding: its parts are [features, ranks of the block].
+bool ScatterPlan::transpose_a(const Segment& segment, const Copies& copies) const {
+  const Matrix& matrix = *segment.matrix;
+  const std::size_t element = element_bytes(matrix.dtype);
+  const std::uint32_t row_end = segment.row_begin + segment.num_rows;
+  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
+  bool fits = true;
+  for (const Block& block : layout_.blocks_of_row(matrix.row)) {
+    const std::uint32_t first = std::max<std::uint32_t>(block.rank_begin, segment.row_begin);
+    const std::uint32_t last =
+        std::min<std::uint32_t>(block.rank_begin + block.rank_count, row_end);
+    for (const Part& part : layout_.a_parts(block)) {
+      const std::uint32_t begin = std::max(part.begin, segment.column_begin);
+      const std::uint32_t end = std::min(part.begin + part.length, column_end);
+      if (first < last && begin < end) {
+        fits &= copies.transpose(
+            segment.at + (first - segment.row_begin) * matrix.stride_bytes +
+                (begin - segment.column_begin) * element,
+            matrix.stride_bytes, matrix.dtype, part,
+            std::size_t{begin - part.begin} * block.rank_count + (first - block.rank_begin),
+            block.rank_count, last - first, end - begin);
+      }
+    }
+  }
+  return fits;
+}
+
 void ScatterPlan::list_b(const Segment& segment, Copies& copies) const {
   const Matrix& matrix = *segment.matrix;
   const std::size_t element = element_bytes(matrix.dtype);
-  const std::size_t stride = matrix.width * element;
+  const std::size_t stride = matrix.stride_bytes;
   const std::uint32_t row_end = segment.row_begin + segment.num_rows;
   const auto step = static_cast<std::uint32_t>(std::max<std::size_t>(kTileBytes / stride, 1));
   for (std::uint32_t tile = segment.row_begin; tile < row_end; tile += step) {
@@ -236,12 +321,27 @@ void ScatterPlan::list_b(const Segment& segment, Copies& copies) const {
   }
 }
 
+void ScatterPlan::list_vector(const Segment& segment, Copies& copies) const {
+  const Matrix& matrix = *segment.matrix;
+  const std::size_t element = element_bytes(matrix.dtype);
+  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
+  for (const Part& part : matrix.kind == Kind::bias ? layout_.bias_parts(matrix.row)
+                                                    : layout_.dora_scale_parts(matrix.row)) {
+    const std::uint32_t begin = std::max(part.begin, segment.column_begin);
+    const std::uint32_t end = std::min(part.begin + part.length, column_end);
+    if (begin < end) {
+      copies.add(segment.at + (begin - segment.column_begin) * element, matrix.stride_bytes, part,
+                 begin - part.begin, 1, end - begin);
+    }
+  }
+}
+
 void ScatterPlan::refuse_overflow(const Matrix& matrix) const {
-  throw AdapterFormatError(
-      plan_.source()->description(),
-      config_.module(plan_.rows()[matrix.row].module).name + (matrix.is_b ? ".lora_B" : ".lora_A"),
-      "a value is beyond the range of the cache's float16; use "
-      "dtype=\"bfloat16\" or \"float32\" for the cache");
+  throw AdapterFormatError(plan_.source()->description(),
+                           config_.module(plan_.rows()[matrix.row].module).name +
+                               (matrix.kind == Kind::b ? ".lora_B" : ".lora_A"),
+                           "a value is beyond the range of the cache's float16; use "
+                           "dtype=\"bfloat16\" or \"float32\" for the cache");
 }
 
 }  // namespace pagedlora

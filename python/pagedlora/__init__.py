@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from pagedlora._core import BatchLease, Dtype, LoraBatch, LoraOperator, TaskLayerModuleConfig
 from pagedlora.adapter_weights import AdapterWeights
+from pagedlora.base_weights import ModelWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.errors import (
     AdapterFormatError,
@@ -82,6 +83,7 @@ __all__ = [
     "LoraManager",
     "LoraModelConfig",
     "LoraOperator",
+    "ModelWeights",
     "NonFiniteLogitsError",
     "OutOfMemoryError",
     "PagedLoraError",

@@ -27,10 +27,14 @@ __all__: list[str] = [
     "LoraModule",
     "LoraOperator",
     "ManualClock",
+    "ModuleKind",
     "PagedAttention",
     "PeftCacheManager",
     "PeftCacheStats",
     "PlannedRow",
+    "RowShape",
+    "ScratchFile",
+    "ScratchPiece",
     "SourceGroup",
     "TaskLayerModuleConfig",
     "TensorHeader",
@@ -44,12 +48,17 @@ __all__: list[str] = [
     "open_file_source",
     "read_safetensors_header",
     "search_layout_params",
+    "source_with_tail",
 ]
 
 class Dtype(enum.Enum):
     bfloat16 = ...
     float16 = ...
     float32 = ...
+
+class ModuleKind(enum.Enum):
+    embedding = ...
+    linear = ...
 
 class LoraModule:
     """
@@ -63,10 +72,13 @@ class LoraModule:
         out_features: int,
         layer_id: int = -1,
         module_id: int = -1,
+        kind: ModuleKind = ModuleKind.linear,
     ) -> None: ...
     def __repr__(self) -> str: ...
     @property
     def in_features(self) -> int: ...
+    @property
+    def kind(self) -> ModuleKind: ...
     @property
     def layer_id(self) -> int: ...
     @property
@@ -134,6 +146,25 @@ class SourceGroup(TensorSource):
     def __init__(self, first: TensorSource) -> None: ...
     def add(self, source: TensorSource) -> None: ...
 
+class ScratchPiece:
+    """
+    Some bytes of a ScratchFile; their space is given back with it.
+    """
+    @property
+    def size_bytes(self) -> int: ...
+
+class ScratchFile:
+    """
+    A nameless temporary file, for what is read again with an adapter.
+    """
+    def __init__(self, directory: str) -> None: ...
+    def append(self, data: typing_extensions.Buffer) -> ScratchPiece:
+        """
+        Writes the bytes of a buffer behind all others.
+        """
+    @property
+    def used_bytes(self) -> int: ...
+
 class TensorHeader:
     """
     One tensor of a safetensors file.
@@ -151,7 +182,14 @@ class TensorHeader:
 
 class PlannedRow:
     """
-    One module's A and B in a source.
+    A and B of a module, or of a slice of it, in a source.
+
+    With delta = scale * (B A x + bias), y += delta, or y += (dora_scale - 1) * (y - base bias)
+    + dora_scale * delta. bias is (offset, dtype), dora_scale of float32.
+
+    A is [rank, in length], B [out length, rank]; y[out slice] += scale * B (A x[in slice]).
+    A slice is (first feature, number of features); 0 features: to the module's end. A row
+    stride counts elements between the starts of stored rows; 0: they lie back to back.
     """
     def __init__(
         self,
@@ -162,9 +200,20 @@ class PlannedRow:
         a_dtype: Dtype,
         b_offset: int,
         b_dtype: Dtype,
+        *,
+        in_slice: tuple[int, int] = (0, 0),
+        out_slice: tuple[int, int] = (0, 0),
+        a_row_stride: int = 0,
+        b_row_stride: int = 0,
+        bias: tuple[int, Dtype] | None = None,
+        dora_scale_offset: int | None = None,
     ) -> None: ...
     @property
+    def in_slice(self) -> tuple[int, int]: ...
+    @property
     def module(self) -> int: ...
+    @property
+    def out_slice(self) -> tuple[int, int]: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -198,6 +247,11 @@ class TaskLayerModuleConfig:
     @property
     def adapter_size(self) -> int: ...
     @property
+    def bias_pointer(self) -> int | None:
+        """
+        Of float32 [out_size]; None without a bias.
+        """
+    @property
     def in_offset(self) -> int: ...
     @property
     def in_size(self) -> int: ...
@@ -222,7 +276,10 @@ class TaskLayerModuleConfig:
     @property
     def scale(self) -> float: ...
     @property
-    def scaling_vec_pointer(self) -> None: ...
+    def scaling_vec_pointer(self) -> int | None:
+        """
+        Of float32 [out_size]; None without DoRA.
+        """
     @property
     def slot_idx(self) -> int: ...
     @property
@@ -309,6 +366,23 @@ class FakeSource(TensorSource):
     @property
     def num_opens(self) -> int: ...
 
+class RowShape:
+    """
+    A row of a task: (first feature, number of features) of its slices.
+    """
+    @property
+    def has_bias(self) -> bool: ...
+    @property
+    def has_dora_scale(self) -> bool: ...
+    @property
+    def in_slice(self) -> tuple[int, int]: ...
+    @property
+    def module(self) -> int: ...
+    @property
+    def out_slice(self) -> tuple[int, int]: ...
+    @property
+    def rank(self) -> int: ...
+
 class TierStats:
     """
     Counters of one tier since construction.
@@ -384,7 +458,10 @@ class PeftCacheManager:
     def evict_unowned(self, tier: str) -> None: ...
     def free_pages(self, tier: str) -> int: ...
     def gather_rows(
-        self, task_id: int, tier: str, targets: collections.abc.Sequence[tuple[int, int, int, int]]
+        self,
+        task_id: int,
+        tier: str,
+        targets: collections.abc.Sequence[tuple[RowShape, int, int, int, int]],
     ) -> None: ...
     def get_and_reset_iteration_stats(self) -> dict[str, int]: ...
     def has_started(self, request_id: int) -> bool: ...
@@ -413,7 +490,7 @@ class PeftCacheManager:
     def register_task(self, plan: AdapterPlan) -> int: ...
     def reset_device_cache(self) -> None: ...
     def resident_tasks(self, tier: str) -> int: ...
-    def task_rows(self, task_id: int, tier: str) -> list[tuple[int, int]]: ...
+    def task_rows(self, task_id: int, tier: str) -> list[RowShape]: ...
     def unpin(self, task_id: int) -> None: ...
     def unregister_task(self, task_id: int) -> None: ...
     def wait_idle(self, timeout_s: float) -> bool: ...
@@ -432,6 +509,8 @@ class LoraBatch:
         """
         Segments (request id or None, number of rows) in row order.
         """
+    @property
+    def has_dora_scales(self) -> bool: ...
     @property
     def num_rows(self) -> int: ...
     @property
@@ -452,14 +531,33 @@ class LoraOperator:
         x_row_stride: int,
         y_row_stride: int,
         dtype: Dtype,
+        base_bias_ptr: int = 0,
     ) -> None:
         """
         Adds the adapters' outputs for one module to y [num_rows, out_features], in place.
 
         x is [num_rows, in_features]; strides count elements between rows, and the elements of
-        a row lie back to back; dtype is that of x and y. Rows of the base model, and of
-        adapters that do not touch the module, are left alone. Raises LeaseClosedError after
-        the batch's lease was closed, InvalidArgumentError if num_rows is not the batch's.
+        a row lie back to back; dtype is that of x, y and base_bias [out_features], the module's
+        own bias, which adapters with DoRA do not scale (0: it has none). Rows of the base
+        model, and of adapters that do not touch the module, are left alone. Raises
+        LeaseClosedError after the batch's lease was closed, InvalidArgumentError if num_rows is
+        not the batch's.
+        """
+    def apply_embedding(
+        self,
+        batch: LoraBatch,
+        module_index: int,
+        token_ids_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        y_row_stride: int,
+        dtype: Dtype,
+        factor: float = 1.0,
+    ) -> None:
+        """
+        The same for an embedding, of int64 token_ids [num_rows].
+
+        factor is what the module multiplies its output by after looking it up.
         """
 
 class AttentionBatch:
@@ -549,6 +647,11 @@ def read_safetensors_header(source: TensorSource) -> list[TensorHeader]:
 def search_layout_params(config: LoraModelConfig, budget_bytes: int) -> LayoutParams:
     """
     The sizes that a cache of `budget_bytes` with page_size="auto" uses.
+    """
+
+def source_with_tail(head: TensorSource, tail: ScratchPiece) -> TensorSource:
+    """
+    A source of the bytes of `head`, with its checks, and then those of `tail`.
     """
 
 __version__: str = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -91,14 +92,14 @@ def probe_adapter(
 
 def _report(adapter: PeftDirectory) -> AdapterReport:
     modules = adapter.tensors.modules
-    tensors = [tensor for module in modules.values() for tensor in module.pair]
+    tensors = [tensor for module in modules.values() for tensor in module.tensors]
     return AdapterReport(
         path=adapter.path,
         ranks={name: module.pair.rank for name, module in modules.items()},
         scales={name: module.scale for name, module in modules.items()},
         num_tensors=adapter.tensors.num_tensors,
         dtypes=sorted({tensor.dtype for tensor in tensors}),
-        parameters=sum(tensor.shape[0] * tensor.shape[1] for tensor in tensors),
+        parameters=sum(math.prod(tensor.shape) for tensor in tensors),
         bytes_on_disk=adapter.source.size_bytes,
         settings=adapter.config.settings(),
         ignored=adapter.tensors.notes,

@@ -6,21 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
-from pagedlora.errors import AdapterFormatError
+from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
+from pagedlora.loaders.binding import bind, make_rows
 from pagedlora.loaders.digest import ModuleContent, content_digest
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.packed import unpack
 from pagedlora.loaders.peft_config import parse_peft_config
-from pagedlora.loaders.rows import (
-    TORCH_DTYPES,
-    AdapterModule,
-    AdapterTensors,
-    MatrixPair,
-    StoredTensor,
-    bind,
-    make_rows,
-    pair_tensors,
-)
+from pagedlora.loaders.rows import AdapterModule, AdapterTensors, pair_tensors
+from pagedlora.loaders.stored import TORCH_DTYPES, MatrixPair, StoredTensor
 from pagedlora.loaders.tensor_names import canonical_name
 from pagedlora.loaders.values import ValueCheck
 
@@ -54,7 +47,9 @@ class AdapterWeights:
 
         Args:
             tensors: `...<module>.lora_A.weight` [r, in_features] and `...lora_B.weight`
-                [out_features, r], float32, float16 or bfloat16, on any device.
+                [out_features, r], float32, float16 or bfloat16, on any device; for an embedding
+                `...lora_embedding_A` and `...lora_embedding_B`; with `lora_bias`
+                `...lora_B.bias`.
             config: Fields as in PEFT's `adapter_config.json`.
 
         Returns:
@@ -63,7 +58,7 @@ class AdapterWeights:
         Raises:
             AdapterFormatError: A tensor is missing, or of an impossible shape or type, or has
                 values that are NaN or infinite.
-            UnsupportedAdapterError: The configuration asks for more than plain LoRA.
+            UnsupportedAdapterError: The configuration asks for something that is not supported.
         """
         parsed = parse_peft_config(config, _DESCRIPTION)
         buffer, packed = _pack(tensors)
@@ -129,11 +124,18 @@ class AdapterWeights:
 
         Raises:
             AdapterFormatError: The weights do not fit the model.
-            UnsupportedAdapterError: The rank is over the maximum.
+            UnsupportedAdapterError: The rank is over the maximum, or the adapter is DoRA, which
+                needs the base model's weights.
         """
         if self._carried is None or self._carried[0] is not model_config:
             source = _core.make_memory_source(self._buffer, _DESCRIPTION)
             adapter = bind(self._tensors, ModuleTable(model_config), _DESCRIPTION)
+            for copy in adapter.base_copies.values():
+                raise UnsupportedAdapterError(
+                    f"tensor '{copy.name:.200}' of the {_DESCRIPTION} is a copy of the base "
+                    "model's weight, which cannot be compared here: leave it out",
+                    field=copy.name,
+                )
             plan = _core.AdapterPlan(model_config, make_rows(adapter.modules), source)
             self._carried = (model_config, _core.CarriedWeights(plan, self._digest))
         return self._carried[1]
@@ -142,7 +144,8 @@ class AdapterWeights:
 def _digest(buffer: bytearray, tensors: AdapterTensors, check: ValueCheck | None = None) -> str:
     view = memoryview(buffer)
     modules = (
-        ModuleContent(name, module.scale, module.pair) for name, module in tensors.modules.items()
+        ModuleContent(name, module.scale, module.pair, module.vectors, module.is_embedding)
+        for name, module in tensors.modules.items()
     )
     return content_digest(modules, lambda offset, size: (view[offset : offset + size],), check)
 

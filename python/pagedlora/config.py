@@ -66,11 +66,12 @@ class LoraConfig(_Config):
 
     Attributes:
         max_lora_rank: Largest rank of any module of any adapter.
-        max_loras: Room on the device, in adapters of the maximum rank on all target modules.
-            Overrides the bytes of `PeftCacheConfig`.
+        max_loras: Room on the device, in adapters of the maximum rank on all target modules,
+            without biases and DoRA scales. Overrides the bytes of `PeftCacheConfig`.
         max_cpu_loras: The same for the host tier.
         lora_target_modules: Modules that may carry LoRA, by name or the end of their name, or
-            "all-linear".
+            "all-linear", which may also stand among names: embeddings and the output embedding
+            are taken when they are named.
         lora_dir: A directory of adapters, at any depth: each has its relative path as its name,
             and is parsed when it is first asked for. Adapters that are put there later are found.
         adapter_root: A directory that all other adapters must lie in; their paths are relative to

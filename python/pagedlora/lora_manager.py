@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
+from pagedlora.base_weights import BaseWeights
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
+from pagedlora.loaders.fused_modules import FusedModules
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import ShapeCache
 from pagedlora.paths import SourcePath, is_possible_path
+from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
 from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
@@ -67,6 +70,8 @@ class LoraManager:
         adapter_root: str | os.PathLike[str] | None = None,
         lora_dir: str | os.PathLike[str] | None = None,
         base_model_id: str = "",
+        base_weights: BaseWeights | None = None,
+        fused_modules: FusedModules | None = None,
         strict: bool = True,
         allow_pickle: bool = False,
         check_values: bool = True,
@@ -82,6 +87,14 @@ class LoraManager:
                 found too. None: only what is registered has a name.
             base_model_id: Tells the base model's weights from others of the same shape, in
                 `cache_salt`; the same in every process that shares keys.
+            base_weights: Gives the base model's weights by module name, `[out_features,
+                in_features]`; `ModelWeights(model)` is one. DoRA adapters need them, as do
+                adapters whose files repeat the weight of an embedding: both are read when they are
+                registered. None: they are refused.
+            fused_modules: Lets adapters for parts fit fused modules of the model, and adapters for
+                fused modules fit parts: `{"qkv_proj": {"q_proj": 2048, "k_proj": 512, "v_proj":
+                512}}`, the parts in their order with their outputs. None: names must be the
+                model's.
             strict: Refuses adapters with fields that this release does not know, and with keys of
                 `rank_pattern` or `alpha_pattern` that match no module. If false, they are ignored
                 with a `PagedLoraWarning` and noted in the adapter's report.
@@ -97,7 +110,7 @@ class LoraManager:
             AdapterReadError: The system will not open one of them.
         """
         self._sources = Sources(adapter_root, lora_dir)
-        table = ModuleTable(model_config)
+        table = ModuleTable(model_config, fused_modules)
         self._base_identity = base_identity(table, base_model_id)
         self._cache = cache_manager
         self._lock = threading.RLock()
@@ -108,7 +121,14 @@ class LoraManager:
         options = LoadOptions(strict, allow_pickle, check_values)
         self._shapes = ShapeCache()
         parts = RegistryParts(
-            table, options, self._shapes, self._lock, self._generations, self._names, self._pins
+            table,
+            options,
+            BaseModel(base_weights),
+            self._shapes,
+            self._lock,
+            self._generations,
+            self._names,
+            self._pins,
         )
         self._reloader = Reloader(parts)
         self._loader = Loader(parts, self._reloader)
@@ -117,7 +137,7 @@ class LoraManager:
     # ---- names ---------------------------------------------------------------------------------
 
     def register(self, name: str, source: str | os.PathLike[str]) -> AdapterInfo:
-        """Makes an adapter known under a name; reads no content.
+        """Makes an adapter known under a name; reads no content, but for what DoRA needs.
 
         Args:
             name: Not empty, at most 256 bytes of UTF-8; taken as it is.

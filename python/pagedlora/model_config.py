@@ -1,6 +1,6 @@
 """What a model offers to LoRA: its modules, found in a live model or built from its configuration.
 
-Any linear-like module can carry LoRA; there is no list of families.
+Any linear-like module and any embedding can carry LoRA; there is no list of families.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagedlora import _core
-from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,9 @@ class LoraModelConfig(_core.LoraModelConfig):
         Args:
             model: Any module; its weights are not read, so it may be on the meta device.
             target_modules: "all-linear" (every linear module but the output embedding, as in
-                PEFT), or names: a module is meant by its full name or by the end of it, as in
-                PEFT.
+                PEFT; transformers' Conv1D counts), or names: a module is meant by its full name or
+                by the end of it, as in PEFT. Embeddings and the output embedding are taken when
+                they are named; "all-linear" may stand among names.
             dtype: Of adapters in the cache; None: that of the model's floating-point weights.
             max_lora_rank: Largest rank of any module of any adapter.
 
@@ -63,20 +64,11 @@ class LoraModelConfig(_core.LoraModelConfig):
             The configuration; names are those of `model.named_modules()`.
 
         Raises:
-            InvalidArgumentError: A name matches no linear module, there is nothing to target, or
-                a rank or dtype is out of range.
-            UnsupportedModelError: The targets include transformers' Conv1D (GPT-2), whose weights
-                are stored the other way round.
+            InvalidArgumentError: A name matches no linear module or embedding, there is nothing to
+                target, or a rank or dtype is out of range.
         """
-        found = dict(_linear_modules(model))
-        names = _select(model, found, target_modules)
-        for name in names:
-            if type(found[name]).__name__ == "Conv1D":
-                raise UnsupportedModelError(
-                    f"module '{name}' of {type(model).__name__} is a Conv1D, which cannot carry "
-                    "LoRA yet: only nn.Linear and its subclasses can"
-                )
-        modules = [_describe(name, found[name]) for name in names]
+        found = dict(_lora_modules(model))
+        modules = [found[name] for name in _select(model, found, target_modules)]
         return cls(modules, _cache_dtype(model, dtype), max_lora_rank)
 
     @classmethod
@@ -101,7 +93,6 @@ class LoraModelConfig(_core.LoraModelConfig):
 
         Raises:
             InvalidArgumentError: As in `from_module`.
-            UnsupportedModelError: As in `from_module`.
         """
         import torch
         from transformers import AutoModelForCausalLM
@@ -116,19 +107,41 @@ class LoraModelConfig(_core.LoraModelConfig):
         )
 
 
-def _linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of everything that PEFT would call linear, in model order."""
+def describe_module(name: str, module: nn.Module) -> _core.LoraModule | None:
+    """What a module offers to LoRA.
+
+    Args:
+        name: Its name in `model.named_modules()`.
+        module: Any; its weights are not read.
+
+    Returns:
+        Its sizes and kind; an embedding's in_features are its vocabulary. None if it is nothing
+        that PEFT would call linear or an embedding.
+    """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
+    if isinstance(module, nn.Embedding):
+        sizes = (module.num_embeddings, module.embedding_dim)
+        return _describe(name, sizes, _core.ModuleKind.embedding)
+    if isinstance(module, Conv1D):  # its weight is [in_features, out_features]
+        return _describe(name, (module.nx, module.nf), _core.ModuleKind.linear)
+    if isinstance(module, nn.Linear):
+        return _describe(name, (module.in_features, module.out_features), _core.ModuleKind.linear)
+    return None
+
+
+def _lora_modules(model: nn.Module) -> Iterator[tuple[str, _core.LoraModule]]:
+    """Everything that can carry LoRA, by name, in model order."""
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)):
-            yield name, module
+        described = describe_module(name, module)
+        if described is not None:
+            yield name, described
 
 
 def _select(
     model: nn.Module,
-    found: dict[str, nn.Module],
+    found: dict[str, _core.LoraModule],
     target_modules: Literal["all-linear"] | Sequence[str],
 ) -> list[str]:
     """The names meant by `target_modules`, in model order."""
@@ -138,24 +151,36 @@ def _select(
                 f"target_modules must be {ALL_LINEAR!r} or a list of names, not "
                 f"{target_modules!r}: for one module give [{target_modules!r}]"
             )
-        heads = _output_embeddings(model)
-        names = [name for name, module in found.items() if module not in heads]
+        names = _all_linear(model, found)
         if not names:
             raise InvalidArgumentError(f"{type(model).__name__} has no linear modules")
         return names
     if not target_modules:
         raise InvalidArgumentError("target_modules is empty: name at least one module")
     matches = {
-        target: [name for name in found if name == target or name.endswith(f".{target}")]
+        target: _all_linear(model, found)
+        if target == ALL_LINEAR
+        else [name for name in found if name == target or name.endswith(f".{target}")]
         for target in target_modules
     }
     missing = sorted(target for target, names in matches.items() if not names)
     if missing:
         raise InvalidArgumentError(
-            f"target_modules {missing} match no linear module of {type(model).__name__}"
+            f"target_modules {missing} match no linear module or embedding of "
+            f"{type(model).__name__}"
         )
     wanted = {name for names in matches.values() for name in names}
     return [name for name in found if name in wanted]
+
+
+def _all_linear(model: nn.Module, found: dict[str, _core.LoraModule]) -> list[str]:
+    """The linear modules but the output embedding."""
+    heads = _output_embeddings(model)
+    return [
+        name
+        for name, module in found.items()
+        if module.kind == _core.ModuleKind.linear and model.get_submodule(name) not in heads
+    ]
 
 
 def _output_embeddings(model: nn.Module) -> list[nn.Module]:
@@ -163,14 +188,15 @@ def _output_embeddings(model: nn.Module) -> list[nn.Module]:
     return [] if head is None else [head]
 
 
-def _describe(name: str, linear: Any) -> _core.LoraModule:
+def _describe(name: str, sizes: tuple[int, int], kind: _core.ModuleKind) -> _core.LoraModule:
     path = name.split(".")
     return _core.LoraModule(
         name=name,
         layer_id=next((int(part) for part in path if part.isdecimal()), _NO_ID),
         module_id=_TRTLLM_MODULE_IDS.get(path[-1], _NO_ID),
-        in_features=linear.in_features,
-        out_features=linear.out_features,
+        in_features=sizes[0],
+        out_features=sizes[1],
+        kind=kind,
     )
 
 

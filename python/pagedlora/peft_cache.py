@@ -17,11 +17,11 @@ from pagedlora.config import PeftCacheConfig
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.memory import available_memory_bytes
 from pagedlora.requests import PeftRequest
+from pagedlora.task_rows import GatheredRow, join_rows
 
 if TYPE_CHECKING:
-    import torch
-
     from pagedlora.adapter_weights import AdapterWeights
+    from pagedlora.task_rows import ModuleWeights
 
 Tier = Literal["host", "device"]
 AdapterState = Literal["waiting", "loading", "ready", "failed"]
@@ -343,9 +343,7 @@ class PeftCacheManager:
         """Task id to the ids of its paused requests; no empty sets."""
         return self._core.paused_tasks()
 
-    def task_weights(
-        self, task_id: int, tier: Tier = "device"
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def task_weights(self, task_id: int, tier: Tier = "device") -> dict[str, ModuleWeights]:
         """A resident task's matrices, put together from its pages.
 
         Args:
@@ -354,7 +352,10 @@ class PeftCacheManager:
 
         Returns:
             Module name to (A [rank, in_features], B [out_features, rank]) in the cache's dtype;
-            the scale is not applied.
+            the scale is not applied. Rows for slices of a module stand one behind the other along
+            the ranks, with zeros outside their slices. With DoRA a third tensor is its scale
+            [out_features], with a bias a fourth is that (and the third None without DoRA), in
+            float32. An embedding's in_features are its vocabulary.
 
         Raises:
             PeftTaskNotCachedError: The task is not resident in that tier.
@@ -362,17 +363,9 @@ class PeftCacheManager:
         import torch
 
         dtype = getattr(torch, self._model_config.dtype.name)
-        modules = self._model_config.modules  # a copy: taken once, not per row
-        weights: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        targets: list[tuple[int, int, int, int]] = []
-        for module_index, rank in self._core.task_rows(task_id, tier):
-            module = modules[module_index]
-            a = torch.empty(rank, module.in_features, dtype=dtype)
-            b = torch.empty(module.out_features, rank, dtype=dtype)
-            weights[module.name] = (a, b)
-            targets.append((module_index, rank, a.data_ptr(), b.data_ptr()))
-        self._core.gather_rows(task_id, tier, targets)
-        return weights
+        rows = [GatheredRow.empty(row, dtype) for row in self._core.task_rows(task_id, tier)]
+        self._core.gather_rows(task_id, tier, [row.addresses for row in rows])
+        return join_rows(self._model_config, rows)
 
     @property
     def stats(self) -> _core.PeftCacheStats:

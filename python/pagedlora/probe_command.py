@@ -16,10 +16,10 @@ from rich.text import Text
 
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
 from pagedlora.errors import PagedLoraError, PagedLoraWarning
+from pagedlora.loaders.binding import check_rank
 from pagedlora.loaders.hf import WEIGHTS_NAME
 from pagedlora.loaders.peft_config import CONFIG_NAME
 from pagedlora.loaders.pickled import PICKLE_NAME
-from pagedlora.loaders.rows import check_rank
 from pagedlora.sizes import format_size
 
 if TYPE_CHECKING:
@@ -207,7 +207,9 @@ def _manager(
 ) -> tuple[LoraManager, int]:
     """A manager over tiers that need only exist, with the pages of ones of the usual size."""
     from pagedlora import _core
+    from pagedlora.base_weights import SizesOnly
     from pagedlora.config import PeftCacheConfig
+    from pagedlora.loaders.fused_modules import fused_modules_of
     from pagedlora.lora_manager import LoraManager
     from pagedlora.model_config import LoraModelConfig
     from pagedlora.peft_cache import PeftCacheManager
@@ -228,5 +230,12 @@ def _manager(
         device="cpu",
     )
     closers.callback(cache.close)
-    manager = LoraManager(config, cache, strict=options.strict, allow_pickle=options.allow_pickle)
+    manager = LoraManager(
+        config,
+        cache,
+        base_weights=SizesOnly(),
+        fused_modules=fused_modules_of(model.config),
+        strict=options.strict,
+        allow_pickle=options.allow_pickle,
+    )
     return manager, cache.page_bytes

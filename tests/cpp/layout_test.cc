@@ -202,14 +202,51 @@ TEST(LayoutTest, FirstFitPutsALaterSmallPartIntoAnEarlierGap) {
   EXPECT_EQ(layout.num_pages(), 2U);
 }
 
-TEST(LayoutTest, RowOfFindsExactlyTheModulesOfTheAdapter) {
+using RowRange = std::pair<std::uint32_t, std::uint32_t>;
+
+TEST(LayoutTest, RowsOfFindsExactlyTheModulesOfTheAdapter) {
   const LoraModelConfig config = model_of({{8, 8}, {8, 8}, {8, 8}, {8, 8}});
   const Layout layout(config, {{ModuleIndex{1}, 4}, {ModuleIndex{3}, 2}}, {1024, 2, 0});
-  EXPECT_EQ(layout.row_of(ModuleIndex{0}), std::nullopt);
-  EXPECT_EQ(layout.row_of(ModuleIndex{1}), 0U);
-  EXPECT_EQ(layout.row_of(ModuleIndex{2}), std::nullopt);
-  EXPECT_EQ(layout.row_of(ModuleIndex{3}), 1U);
-  EXPECT_EQ(layout.row_of(ModuleIndex{4}), std::nullopt);
+  EXPECT_EQ(layout.rows_of(ModuleIndex{0}), RowRange(0, 0));
+  EXPECT_EQ(layout.rows_of(ModuleIndex{1}), RowRange(0, 1));
+  EXPECT_EQ(layout.rows_of(ModuleIndex{2}), RowRange(1, 1));
+  EXPECT_EQ(layout.rows_of(ModuleIndex{3}), RowRange(1, 2));
+  EXPECT_EQ(layout.rows_of(ModuleIndex{4}), RowRange(0, 0));
+}
+
+// Design 3.1: "the offsets let one module hold rows for slices".
+TEST(LayoutTest, AModuleMayHaveRowsForSlicesWithRanksOfTheirOwn) {
+  const LoraModelConfig config = model_of({{8, 8}, {24, 40}});
+  const std::vector<RowShape> rows{{ModuleIndex{0}, 4, {}, {}},
+                                   {ModuleIndex{1}, 9, {}, {0, 16}},
+                                   {ModuleIndex{1}, 3, {}, {16, 8}},
+                                   {ModuleIndex{1}, 5, {8, 10}, {24, 0}}};
+  const Layout layout(config, rows, {1024, 2, 0});
+  EXPECT_EQ(layout.rows_of(ModuleIndex{1}), RowRange(1, 4));
+  EXPECT_EQ(layout.rows()[0].in, (FeatureRange{0, 8}));
+  EXPECT_EQ(layout.rows()[1].in, (FeatureRange{0, 24}));
+  EXPECT_EQ(layout.rows()[3].out, (FeatureRange{24, 16}));
+  EXPECT_EQ(layout.payload_bytes(), 2U * (4 * 16 + 9 * 40 + 3 * 32 + 5 * 26));
+  const Block& last = layout.blocks().back();
+  EXPECT_EQ(layout.a_parts(last)[0].length, 10U);
+  EXPECT_EQ(layout.b_parts(last)[0].length, 16U);
+}
+
+TEST(LayoutTest, RefusesSlicesBeyondAModuleAndWeightsThatAreChangedTwice) {
+  const LoraModelConfig config = model_of({{8, 12}});
+  const auto make = [&](std::vector<RowShape> rows) {
+    Layout(config, std::move(rows), LayoutParams{1024, 2, 0});
+  };
+  const ModuleIndex module{0};
+  EXPECT_THROW(make({{module, 2, {8, 0}, {}}}), InvalidArgumentError);
+  EXPECT_THROW(make({{module, 2, {4, 5}, {}}}), InvalidArgumentError);
+  EXPECT_THROW(make({{module, 2, {}, {0xFFFFFFFFU, 2}}}), InvalidArgumentError);
+  EXPECT_THROW(make({{module, 2, {}, {0, 7}}, {module, 2, {}, {6, 0}}}), InvalidArgumentError);
+  EXPECT_THROW(
+      make({{module, 2, {}, {0, 6}}, {module, 2, {}, {6, 0}}, {module, 2, {7, 1}, {5, 1}}}),
+      InvalidArgumentError);
+  EXPECT_NO_THROW(make({{module, 2, {}, {0, 6}}, {module, 2, {}, {6, 0}}}));
+  EXPECT_NO_THROW(make({{module, 2, {0, 4}, {}}, {module, 2, {4, 4}, {}}}));
 }
 
 TEST(LayoutTest, IsSoundForRandomShapes) {
@@ -280,6 +317,20 @@ TEST_F(LayoutCacheTest, AdaptersOfOneShapeShareOneLayout) {
   EXPECT_EQ(get(4), get(4));
   EXPECT_NE(get(4), get(5));
   EXPECT_EQ(get(5)->rows()[0].rank, 5U);
+}
+
+TEST_F(LayoutCacheTest, SlicesAreAPartOfTheShape) {
+  const ModuleIndex module{0};
+  const std::vector<RowShape> shapes{{module, 4, {0, 8}, {0, 8}},
+                                     {module, 4, {0, 4}, {0, 8}},
+                                     {module, 4, {4, 4}, {0, 8}},
+                                     {module, 4, {0, 8}, {4, 4}}};
+  LayoutCache cache(std::make_shared<const LoraModelConfig>(model_of({{8, 8}})),
+                    LayoutParams{1024, 2, 0}, shapes.size());
+  for (const RowShape& shape : shapes) {
+    EXPECT_EQ(cache.get({shape})->rows()[0], shape);
+    EXPECT_EQ(cache.get({shape}), cache.get({shape}));
+  }
 }
 
 TEST_F(LayoutCacheTest, ForgetsTheShapeThatWasAskedForLongestAgo) {

@@ -67,7 +67,7 @@ class Adapter {
     std::shuffle(pages_.begin(), pages_.end(), rng);
     for (std::size_t row = 0; row < layout_.rows().size(); ++row) {
       scales.push_back(1.5F + uniform(rng));
-      fill(static_cast<std::uint32_t>(row), config, rng);
+      fill(static_cast<std::uint32_t>(row), rng);
     }
   }
 
@@ -82,6 +82,10 @@ class Adapter {
     std::uint32_t rank;
     std::vector<float> a;  // [rank, in]
     std::vector<float> b;  // [out, rank]
+    std::uint32_t in_offset = 0;
+    std::uint32_t out_offset = 0;
+    std::vector<float> bias = {};        // [out], or empty
+    std::vector<float> dora_scale = {};  // [out], or empty
   };
 
   std::vector<Row> rows;
@@ -97,13 +101,10 @@ class Adapter {
     return (features * kMaxBlockRanks * element_bytes(dtype) + 63) / 64 * 64;
   }
 
-  void fill(std::uint32_t row, const LoraModelConfig& config, Rng& rng) {
-    const LoraModule& module = config.module(layout_.rows()[row].module);
-    Row weights{static_cast<std::uint32_t>(module.in_features),
-                static_cast<std::uint32_t>(module.out_features),
-                layout_.rows()[row].rank,
-                {},
-                {}};
+  void fill(std::uint32_t row, Rng& rng) {
+    const RowShape& shape = layout_.rows()[row];
+    Row weights{shape.in.length, shape.out.length, shape.rank, {}, {},
+                shape.in.offset, shape.out.offset};
     weights.a.resize(std::size_t{weights.rank} * weights.in);
     weights.b.resize(std::size_t{weights.rank} * weights.out);
     for (const Block& block : layout_.blocks_of_row(row)) {
@@ -123,7 +124,20 @@ class Adapter {
         }
       }
     }
+    weights.bias = fill_vector(layout_.bias_parts(row), 0.0F, rng);
+    weights.dora_scale = fill_vector(layout_.dora_scale_parts(row), 1.5F, rng);
     rows.push_back(std::move(weights));
+  }
+
+  std::vector<float> fill_vector(std::span<const Part> parts, float around, Rng& rng) {
+    std::vector<float> values;
+    for (const Part& part : parts) {
+      for (std::uint32_t i = 0; i < part.length; ++i) {
+        values.push_back(around + uniform(rng));
+        std::memcpy(pages().address(part.at) + i * sizeof(float), &values.back(), sizeof(float));
+      }
+    }
+    return values;
   }
 
   float put(const Part& part, std::size_t index, Rng& rng) {
@@ -204,9 +218,10 @@ class Matrix {
 };
 
 inline void apply(LoraOperator& lora, const LoraBatch& batch, std::uint32_t module, Matrix& x,
-                  Matrix& y) {
+                  Matrix& y, Matrix* base_bias = nullptr) {
   lora.apply(batch, ModuleIndex{module},
-             {x.data(), y.data(), x.stride(), y.stride(), x.rows(), x.dtype()});
+             {x.data(), y.data(), x.stride(), y.stride(), x.rows(), x.dtype(),
+              base_bias == nullptr ? nullptr : base_bias->data()});
 }
 
 inline LoraBatch batch_of(std::vector<LoraBatch::Segment> segments) { return LoraBatch(segments); }

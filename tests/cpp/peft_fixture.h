@@ -78,7 +78,7 @@ inline bool holds_adapter(const TaskPages& pages, const LoraModelConfig& config,
     const LoraModule& module = config.module(planned.module);
     a.resize(planned.rank * static_cast<std::size_t>(module.in_features) * sizeof(float));
     b.resize(planned.rank * static_cast<std::size_t>(module.out_features) * sizeof(float));
-    gather_row(pages, config, row, a.data(), b.data());
+    gather_row(pages, row, a.data(), b.data());
     const std::byte* source = adapter.source->bytes.data();
     if (std::memcmp(a.data(), source + planned.a.offset, a.size()) != 0 ||
         std::memcmp(b.data(), source + planned.b.offset, b.size()) != 0 ||

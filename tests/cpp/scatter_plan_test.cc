@@ -123,7 +123,7 @@ void expect_content(const TaskPages& pages, const LoraModelConfig& config,
     const auto b_elements = planned.rank * static_cast<std::size_t>(module.out_features);
     std::vector<std::byte> a(a_elements * element_bytes(dtype));
     std::vector<std::byte> b(b_elements * element_bytes(dtype));
-    gather_row(pages, config, row, a.data(), b.data());
+    gather_row(pages, row, a.data(), b.data());
     EXPECT_EQ(a, narrowed(*built.source, planned.a, a_elements, dtype)) << "A of row " << row;
     EXPECT_EQ(b, narrowed(*built.source, planned.b, b_elements, dtype)) << "B of row " << row;
   }

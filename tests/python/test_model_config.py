@@ -8,7 +8,7 @@ from tests.support.tiny_models import build_tiny_model, tiny_config
 from torch import nn
 
 from pagedlora import _core
-from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.errors import InvalidArgumentError
 from pagedlora.model_config import LoraModelConfig
 
 
@@ -23,7 +23,8 @@ def as_tuples(config):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "opt"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "opt", "gpt2"])
 def test_all_linear_means_what_it_means_in_peft(family):
     config = LoraModelConfig.from_module(build_tiny_model(family))
     peft_model = get_peft_model(build_tiny_model(family), LoraConfig(target_modules="all-linear"))
@@ -96,21 +97,37 @@ def test_subclasses_of_linear_count():
     assert as_tuples(config) == [("0", 0, -1, 2, 3), ("1", 1, -1, 3, 4)]
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])
-def test_conv1d_is_refused(targets):
-    with pytest.raises(UnsupportedModelError, match="Conv1D"):
-        LoraModelConfig.from_module(build_tiny_model("gpt2"), targets)
+def test_conv1d_has_the_sizes_of_its_input_and_output():
+    """Its weight is stored as [in_features, out_features]."""
+    config = LoraModelConfig.from_module(build_tiny_model("gpt2"), ["h.0.mlp.c_fc", "c_attn"])
+    assert as_tuples(config) == [
+        ("transformer.h.0.attn.c_attn", 0, -1, 32, 96),
+        ("transformer.h.0.mlp.c_fc", 0, -1, 32, 128),
+        ("transformer.h.1.attn.c_attn", 1, -1, 32, 96),
+    ]
 
 
-def test_linear_modules_of_a_model_with_conv1d_can_be_named():
-    assert names(LoraModelConfig.from_module(build_tiny_model("gpt2"), ["lm_head"])) == ["lm_head"]
+def test_embeddings_are_taken_when_they_are_named():
+    model = build_tiny_model("llama")
+    config = LoraModelConfig.from_module(model, ["embed_tokens", "lm_head", "q_proj"])
+
+    assert as_tuples(config)[0] == ("model.embed_tokens", -1, -1, 64, 32)
+    assert [module.kind.name for module in config.modules] == ["embedding"] + ["linear"] * 3
+    assert names(config)[-1] == "lm_head"
+
+
+def test_all_linear_may_stand_among_names():
+    model = build_tiny_model("llama")
+    everything = names(LoraModelConfig.from_module(model, ["all-linear", "embed_tokens"]))
+
+    assert everything == ["model.embed_tokens", *names(LoraModelConfig.from_module(model))]
 
 
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
         (["q_proj", "querry"], "'querry'"),
-        (["embed_tokens"], "'embed_tokens'"),
+        (["norm"], "'norm'"),
         ([], "empty"),
         ("q_proj", r"\['q_proj'\]"),
     ],

@@ -84,9 +84,9 @@ def test_with_a_model_its_pages_renames_and_casts_are_shown(tmp_path: Path, mode
 
 
 def test_one_that_is_refused_is_an_error_in_one_line(tmp_path: Path) -> None:
-    result = probe(write_random_adapter(tmp_path, CONFIG, rank=2, seed=1, use_dora=True))
+    result = probe(write_random_adapter(tmp_path, CONFIG, rank=2, seed=1, bias="all"))
     assert result.exit_code == 1
-    assert result.output.startswith("error: the adapter's configuration has use_dora=True")
+    assert result.output.startswith("error: the adapter's configuration has bias='all'")
     assert len(result.output.splitlines()) == 1
 
 
@@ -169,7 +169,7 @@ def test_the_exit_code_tells_that_some_are_refused_and_the_reasons_follow(
     tmp_path: Path, model: Path
 ) -> None:
     write_random_adapter(tmp_path / "good", CONFIG, rank=2, seed=1)
-    write_random_adapter(tmp_path / "dora", CONFIG, rank=2, seed=1, use_dora=True)
+    write_random_adapter(tmp_path / "biased", CONFIG, rank=2, seed=1, bias="all")
     write_random_adapter(tmp_path / "half", CONFIG, rank=2, seed=1)
     (tmp_path / "half" / WEIGHTS_FILE).unlink()
     tensors = adapter_tensors(CONFIG.modules, 2, seed=1)
@@ -178,12 +178,12 @@ def test_the_exit_code_tells_that_some_are_refused_and_the_reasons_follow(
     write_adapter(tmp_path / "stranger", tensors)
     without = probe(tmp_path)
     assert without.exit_code == 1
-    loads = {name: row_of(without, name)[1] for name in ("good", "dora", "half", "stranger")}
-    assert loads == {"good": "yes", "dora": "no", "half": "no", "stranger": "yes"}
+    loads = {name: row_of(without, name)[1] for name in ("good", "biased", "half", "stranger")}
+    assert loads == {"good": "yes", "biased": "no", "half": "no", "stranger": "yes"}
     result = probe(tmp_path, "--model", model)
     assert result.exit_code == 1
     assert row_of(result, "stranger")[1] == "no"
-    assert "dora is refused: the adapter's configuration has use_dora=True" in result.output
+    assert "biased is refused: the adapter's configuration has bias='all'" in result.output
     assert "half is refused: there is no adapter_model.safetensors" in result.output
     assert "stranger is refused: tensor 'model.layers.9.q_proj.lora_A.weight'" in result.output
     assert "good is refused" not in result.output

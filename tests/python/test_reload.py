@@ -280,7 +280,7 @@ def snapshot(cache: Cache) -> Any:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], type[Exception]]] = {
-    "parse": ({"use_dora": True}, UnsupportedAdapterError),
+    "parse": ({"bias": "all"}, UnsupportedAdapterError),
     "format": ({"r": 5}, AdapterFormatError),
 }
 

@@ -42,7 +42,7 @@ KINDS = [
     (f"{MODULE}.bias", TensorKind.MODULE_BIAS, ""),
     (f"{MODULE}.base_layer.bias", TensorKind.MODULE_BIAS, ""),
     (f"{MODULE}.weight", TensorKind.WHOLE, ""),
-    (f"{MODULE}.base_layer.weight", TensorKind.WHOLE, ""),
+    (f"{MODULE}.base_layer.weight", TensorKind.BASE_COPY, ""),
     (f"{MODULE}.modules_to_save.weight", TensorKind.WHOLE, ""),
     (f"{MODULE}.modules_to_save.default.weight", TensorKind.WHOLE, "default"),
 ]
@@ -225,11 +225,10 @@ def test_two_names_of_one_module_are_an_error(
 def test_the_tensor_that_says_most_is_named(small_cache: Cache, tmp_path: Path) -> None:
     tensors = adapter_tensors(small_cache.config.modules, 4, seed=1)
     tensors["aaa.strange"] = torch.ones(2)
-    tensors[f"{PREFIX}model.embed_tokens.base_layer.weight"] = torch.ones(4, 4)
-    tensors[f"{PREFIX}model.embed_tokens.lora_embedding_A"] = torch.ones(4, 4)
-    with pytest.raises(UnsupportedAdapterError, match="LoRA on an embedding") as caught:
+    tensors[f"{PREFIX}model.embed_tokens.weight"] = torch.ones(4, 4)
+    with pytest.raises(UnsupportedAdapterError, match="a whole weight would replace") as caught:
         small_cache.adapters.register("a", write_adapter(tmp_path, tensors))
-    assert caught.value.field == f"{PREFIX}model.embed_tokens.lora_embedding_A"
+    assert caught.value.field == f"{PREFIX}model.embed_tokens.weight"
 
 
 def test_weights_that_a_request_carries_are_named_by_the_same_rules(small_cache: Cache) -> None:

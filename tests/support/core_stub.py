@@ -17,7 +17,7 @@ _REPLACEMENTS = (
     (r"typing\.SupportsInt \| typing\.SupportsIndex", "int"),
     (r"typing\.SupportsFloat \| typing\.SupportsIndex", "float"),
     # stubgen writes members of a native enum as bare class variables, and its __new__.
-    (r"(?m)^    (\w+): typing\.ClassVar\[Dtype\]$", r"    \1 = ..."),
+    (r"(?m)^    (\w+): typing\.ClassVar\[(?:Dtype|ModuleKind)\]$", r"    \1 = ..."),
     (r"    @classmethod\n    def __new__\(cls, value\):\n        \.\.\.\n", ""),
     (r"    __hash__: typing\.ClassVar\[None\] = None\n", ""),
     (r"__eq__\(self, arg0: \w+\)", "__eq__(self, other: object, /)"),
@@ -45,6 +45,8 @@ def generate() -> str:
                 "pagedlora._core",
                 "--output-dir",
                 directory,
+                "--enum-class-locations",
+                "ModuleKind:pagedlora._core",
                 "--exit-code",
             ],
             check=True,

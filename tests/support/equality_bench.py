@@ -15,6 +15,7 @@ from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model
 from pagedlora import (
     LLM,
     KvCacheConfig,
+    LoraConfig,
     PeftCacheConfig,
     RequestOutput,
     SamplingParams,
@@ -115,6 +116,7 @@ def open_bench(
     host_blocks: int = 0,
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict",
     dtype: torch.dtype = torch.float32,
+    lora_targets: list[str] | Literal["all-linear"] = "all-linear",
 ) -> Iterator[Bench]:
     """An engine on a tiny model, checked and closed at the end.
 
@@ -128,9 +130,11 @@ def open_bench(
         host_blocks: Those for suspended requests.
         policy: Of the scheduler.
         dtype: Of the model.
+        lora_targets: Modules that may carry LoRA.
     """
     llm = LLM(
         build_tiny_model(family, dtype=dtype),
+        lora_config=LoraConfig(lora_target_modules=lora_targets),
         peft_cache_config=PeftCacheConfig(
             device_cache_size=room_for_largest(adapters, device_adapters, dtype),
             host_cache_size=room_for_largest(adapters, host_adapters, dtype),

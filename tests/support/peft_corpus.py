@@ -92,8 +92,6 @@ LOADED: dict[str, Entry] = {
 }
 
 REFUSED: dict[str, Entry] = {
-    "DoRA": _entry("use_dora", use_dora=True),
-    "bias of B": _entry("lora_bias", lora_bias=True),
     "all biases": _entry("bias", bias="all"),
     "biases of LoRA's modules": _entry("bias", bias="lora_only"),
     "saved head": _entry("modules_to_save", modules_to_save=["lm_head"]),
@@ -114,7 +112,6 @@ REFUSED: dict[str, Entry] = {
     "parameters": _entry(
         "target_parameters", target_parameters=["self_attn.q_proj.weight"], target_modules=[]
     ),
-    "embedding": _entry("lora_embedding_A", target_modules=["embed_tokens", "q_proj"]),
 }
 
 

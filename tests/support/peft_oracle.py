@@ -22,6 +22,8 @@ from tests.support.tiny_models import build_tiny_model
 TOLERANCE = 1e-4
 """Of a logit below the largest one, and of logits in standard deviations of their row."""
 MIN_DISTINCT_TOKENS = 4
+MAX_BFLOAT16_RATIO = 1.1
+"""Of our error in bfloat16 to PEFT's."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _STRENGTH = 0.7
 """Size of an adapter's output beside its module's input."""
@@ -235,3 +237,32 @@ def assert_answers_differ(cases: Sequence[Case], answers: Sequence[Answer]) -> N
     for prompt, given in by_prompt.items():
         for (one, left), (other, right) in itertools.combinations(given, 2):
             assert left != right or one == other, f"{one} and {other} answer {prompt} alike"
+
+
+def assert_rounding_like_peft(
+    family: str, adapters: Mapping[str, Path], cases: Sequence[Case], answers: Sequence[Answer]
+) -> None:
+    """Fails if bfloat16 takes our logits further from the right ones than PEFT's, in the median.
+
+    Args:
+        family: Of the model, which computed the answers in bfloat16.
+        adapters: Name to directory.
+        cases: What was asked.
+        answers: What was answered, in the same order.
+    """
+    exact = PeftOracle(family, adapters, rounded_to=torch.bfloat16)
+    peft = PeftOracle(family, adapters, dtype=torch.bfloat16, rounded_to=torch.bfloat16)
+    ours: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    for case, answer in zip(cases, answers, strict=True):
+        right = exact.logits(case, answer.tokens)
+        ours.append(_relative_error(answer.logits, right))
+        theirs.append(_relative_error(peft.logits(case, answer.tokens), right))
+    our_error, their_error = (float(torch.cat(errors).median()) for errors in (ours, theirs))
+    assert 0 < their_error < 0.2
+    assert our_error <= MAX_BFLOAT16_RATIO * their_error
+
+
+def _relative_error(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Root mean square of the error of each row, in standard deviations of the right row."""
+    return (logits - right).square().mean(dim=1).sqrt() / right.std(dim=1)

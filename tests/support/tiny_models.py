@@ -44,6 +44,7 @@ _LONGROPE = {
 # family -> (transformers' model type, what it needs beside or instead of the common fields)
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
     "llama_rope_scaled": (
         "llama",
         {

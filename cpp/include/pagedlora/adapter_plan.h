@@ -17,26 +17,50 @@
 
 namespace pagedlora {
 
-// A row-major matrix in the source.
+// A row-major matrix in the source, or some rows and columns of a bigger one.
 struct PlannedMatrix {
-  std::uint64_t offset = 0;
+  std::uint64_t offset = 0;  // of its first element, in bytes
   Dtype dtype = Dtype::float32;
+  std::uint32_t row_stride = 0;  // elements between the starts of rows; 0: they lie back to back
 };
 
-// One module's A [rank, in_features] and B [out_features, rank].
+// A vector in the source; by default there is none.
+struct PlannedVector {
+  static constexpr std::uint64_t kNone = ~std::uint64_t{0};
+
+  std::uint64_t offset = kNone;  // in bytes
+  Dtype dtype = Dtype::float32;
+
+  bool is_there() const { return offset != kNone; }
+};
+
+// A [rank, in.length] and B [out.length, rank] of a module, or of a slice of it, with what belongs
+// to them. With y and x for the slices of the module's output and input, and base_bias the module's
+// own:
+//   delta = scale * (B A x + bias)             A[:, x] instead of A x for an embedding
+//   y += delta                                                  without dora_scale
+//   y += (dora_scale - 1) * (y - base_bias) + dora_scale * delta          with it
+// Rows of one module add up.
 struct PlannedRow {
   ModuleIndex module;
   std::uint32_t rank = 0;
   PlannedMatrix a;
   PlannedMatrix b;
-  float scale = 1.0F;  // multiplies B A x; stored apart from the weights
+  float scale = 1.0F;    // multiplies B A x; stored apart from the weights
+  FeatureRange in = {};  // length 0 means: to the module's end
+  FeatureRange out = {};
+  PlannedVector bias = {};               // [out.length]
+  PlannedVector dora_scale = {};         // [out.length], float32: the magnitude over the norm of W
+  ModuleKind kind = ModuleKind::linear;  // of the module; filled in by AdapterPlan
 };
 
 class AdapterPlan {
  public:
-  // Sorts the rows by module. Throws InvalidArgumentError for no rows, a module named twice or
-  // unknown, a rank outside 1..config.max_lora_rank(), a scale that is not finite, or a matrix
-  // beyond the end of the source.
+  // Sorts the rows by module and slice, and writes out the lengths of slices. Throws
+  // InvalidArgumentError for no rows, an unknown module, a slice beyond a module, two rows for the
+  // same inputs and outputs, a rank outside 1..config.max_lora_rank(), a scale that is not finite,
+  // rows of a matrix that overlap, a matrix or vector beyond the end of the source, or a row with a
+  // dora_scale that shares outputs with another row.
   AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> rows,
               std::shared_ptr<const TensorSource> source);
 

@@ -38,4 +38,19 @@ struct Copy2d {
   return copy_2d(std::span(&copy, 1), source_dtype, target_dtype, isa);
 }
 
+// target[column, row] of [columns, target_stride elements], and the same of second_target, becomes
+// source[row, column]. For embeddings: plain loops, not tuned.
+struct Transpose2d {
+  const std::byte* source = nullptr;
+  std::size_t source_stride_bytes = 0;  // between rows
+  std::byte* target = nullptr;
+  std::byte* second_target = nullptr;  // null, or filled with the same bytes
+  std::size_t target_stride = 0;       // elements between columns of the source
+  std::size_t rows = 0;
+  std::size_t columns = 0;
+};
+
+// Returns as copy_2d does.
+[[nodiscard]] bool transpose_2d(const Transpose2d& copy, Dtype source_dtype, Dtype target_dtype);
+
 }  // namespace pagedlora

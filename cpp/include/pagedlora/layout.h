@@ -1,11 +1,17 @@
 // Where the weights of an adapter lie in pages: pure arithmetic, the same in both tiers.
 //
-// A row (one module's A [rank, in] and B [out, rank]) is cut into blocks of at most 8 ranks; the
-// tail block has what is left and is never padded. A block has a part A [rank_count, in] and a
-// part B [out, rank_count], both row-major. BA of a row is the sum of its blocks:
+// A row (A [rank, in] and B [out, rank] of a module, or of a slice of it) is cut into blocks of at
+// most 8 ranks; the tail block has what is left and is never padded. A block has a part A
+// [rank_count, in] and a part B [out, rank_count], both row-major. BA of a row is the sum of its
+// blocks:
 //
 //     row of rank 19            block 0 (ranks 0-7)    block 1 (ranks 8-15)   block 2 (ranks 16-18)
 //     A [19, in], B [out, 19]   A [8, in] B [out, 8]   A [8, in] B [out, 8]   A [3, in] B [out, 3]
+//
+// A of an embedding is stored as [in, rank_count], so that a token's column lies in one piece.
+//
+// A row may also have a bias and a DoRA scale [out]: parts behind its blocks, always of float32. A
+// DoRA scale multiplies the whole output of the module, whose error it would otherwise decide.
 //
 // A part over max_part_bytes is tiled: A along in (a tile is [rank_count, length]), B along out
 // (a tile is [length, rank_count]). Every part lies inside one page at a multiple of kSlotBytes.
@@ -17,10 +23,11 @@
 // Immutable after construction; thread-safe.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "pagedlora/ids.h"
@@ -28,16 +35,46 @@
 
 namespace pagedlora {
 
+namespace internal {
+class FirstFit;
+}
+
 inline constexpr std::size_t kSlotBytes = 64;
 inline constexpr std::uint32_t kMaxBlockRanks = 8;
 
-// One module that an adapter touches, and with which rank. At most one row per module.
+// Some neighbouring features of a module's input or output.
+struct FeatureRange {
+  std::uint32_t offset = 0;
+  std::uint32_t length = 0;
+
+  std::uint32_t end() const { return offset + length; }
+  bool overlaps(const FeatureRange& other) const {
+    return offset < other.end() && other.offset < end();
+  }
+  friend auto operator<=>(const FeatureRange&, const FeatureRange&) = default;
+};
+
+// The range with a length of 0 turned into all features from the offset on. Throws
+// InvalidArgumentError if it goes beyond `features`.
+FeatureRange resolved(FeatureRange range, std::int64_t features);
+
+// A module that an adapter touches, with which rank, and which of its features.
 struct RowShape {
   ModuleIndex module;
   std::uint32_t rank = 0;
+  FeatureRange in = {};  // length 0 means: to the module's end
+  FeatureRange out = {};
+  bool has_bias = false;
+  bool has_dora_scale = false;
+  ModuleKind kind = ModuleKind::linear;  // of the module; filled in by Layout
 
   friend bool operator==(const RowShape&, const RowShape&) = default;
 };
+
+// Throws InvalidArgumentError if two rows of one module change the same weights of it, or one of
+// them with a DoRA scale the same outputs. The rows are sorted by module, with the lengths written
+// out.
+void check_slices(const LoraModelConfig& config, std::span<const RowShape> rows);
 
 struct LayoutParams {
   std::size_t page_bytes = 0;      // a multiple of kSlotBytes
@@ -47,7 +84,8 @@ struct LayoutParams {
   friend bool operator==(const LayoutParams&, const LayoutParams&) = default;
 };
 
-// The same with max_part_bytes filled in. Throws InvalidArgumentError for sizes that no layout can have.
+// The same with max_part_bytes filled in. Throws InvalidArgumentError for sizes that no layout can
+// have.
 LayoutParams checked(LayoutParams params);
 
 struct PartLocation {
@@ -55,7 +93,8 @@ struct PartLocation {
   std::uint32_t slot = 0;  // offset in the page, in units of kSlotBytes
 };
 
-// A tile of a block's A (begin and length count input features) or B (output features).
+// A tile of a block's A (begin and length count the row's input features), or of B, a bias or a
+// DoRA scale (output features).
 struct Part {
   std::uint32_t begin = 0;
   std::uint32_t length = 0;
@@ -73,36 +112,56 @@ struct Block {
 
 class Layout {
  public:
-  // Rows must name modules of `config` in ascending order, each once, with rank >= 1.
-  // Throws InvalidArgumentError otherwise, or if page_bytes cannot hold one feature of a block.
+  // Rows must name modules of `config` in ascending order, with rank >= 1, and no two of one module
+  // the same inputs for the same outputs. Throws InvalidArgumentError otherwise, or if page_bytes
+  // cannot hold one feature of a block.
   Layout(const LoraModelConfig& config, std::vector<RowShape> rows, const LayoutParams& params);
 
-  const std::vector<RowShape>& rows() const { return rows_; }
+  const std::vector<RowShape>& rows() const { return rows_; }  // with the lengths written out
   const LayoutParams& params() const { return params_; }
   std::uint32_t num_pages() const { return num_pages_; }
   std::size_t payload_bytes() const { return payload_bytes_; }  // bytes of weights, without gaps
 
   // Modules of the model that the layout was made for.
-  std::size_t num_modules() const { return row_of_module_.size(); }
+  std::size_t num_modules() const { return first_row_of_module_.size() - 1; }
 
-  // Position of the module's row in rows(), if the adapter touches it. O(1).
-  std::optional<std::uint32_t> row_of(ModuleIndex module) const;
+  // Positions [first, second) of the module's rows in rows(); none if the adapter does not touch
+  // it.
+  std::pair<std::uint32_t, std::uint32_t> rows_of(ModuleIndex module) const {
+    if (module.value >= num_modules()) {
+      return {0, 0};
+    }
+    return {first_row_of_module_[module.value], first_row_of_module_[module.value + 1]};
+  }
 
   std::span<const Block> blocks() const { return blocks_; }
   std::span<const Block> blocks_of_row(std::uint32_t row) const;
   std::span<const Part> a_parts(const Block& block) const;
   std::span<const Part> b_parts(const Block& block) const;
+  std::span<const Part> bias_parts(std::uint32_t row) const;  // none: it has no bias
+  std::span<const Part> dora_scale_parts(std::uint32_t row) const;
+  bool has_dora_scales() const { return has_dora_scales_; }  // any of its rows
 
   // Bytes of memory this object holds.
   std::size_t memory_bytes() const;
 
  private:
+  struct VectorParts {
+    std::uint32_t first = 0;  // bias parts first, then those of the DoRA scale, in parts_
+    std::uint32_t num_bias = 0;
+    std::uint32_t num_dora_scale = 0;
+  };
+
+  void place_vectors(std::uint32_t row, internal::FirstFit& pages);
+
   std::vector<RowShape> rows_;
   LayoutParams params_;
   std::vector<Block> blocks_;
   std::vector<std::uint32_t> first_block_of_row_;  // rows_.size() + 1 entries
   std::vector<Part> parts_;
-  std::vector<std::int32_t> row_of_module_;  // -1: untouched
+  std::vector<std::uint32_t> first_row_of_module_;  // number of modules + 1 entries
+  std::vector<VectorParts> vectors_of_row_;         // empty if no row has any
+  bool has_dora_scales_ = false;
   std::uint32_t num_pages_ = 0;
   std::size_t payload_bytes_ = 0;
 };

@@ -18,12 +18,17 @@
 
 namespace pagedlora {
 
+// What a module does with its input: linear multiplies it, an embedding takes it as row numbers. An
+// embedding's in_features is the size of its vocabulary.
+enum class ModuleKind : std::uint8_t { linear, embedding };
+
 struct LoraModule {
   std::string name;
   std::int32_t layer_id = -1;   // -1: belongs to no decoder layer (lm_head)
   std::int32_t module_id = -1;  // TensorRT-LLM's id of this kind of module; -1: it has none
   std::int64_t in_features = 0;
   std::int64_t out_features = 0;
+  ModuleKind kind = ModuleKind::linear;
 
   friend bool operator==(const LoraModule&, const LoraModule&) = default;
 };

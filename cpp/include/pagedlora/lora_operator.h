@@ -1,13 +1,16 @@
-// y += scale * B (A x) for a batch whose rows use different adapters, straight from cache pages.
+// y += scale * B (A x) for a batch whose rows use different adapters, straight from cache pages;
+// with the biases and DoRA scales that adapters have (adapter_plan.h has the formula).
 //
 // LoraBatch is the table of one step: which rows of x use which task. It is built once per step and
 // used for every module. LoraOperator applies it to one module at a time.
 //
 // Arithmetic: A x is accumulated in float32, in an order that depends only on the sizes of the
 // module and on the layout; the scale multiplies that rank-space accumulator; B t is accumulated
-// in float32 over all blocks of the row and added to y in one rounding. So a row's result does
-// not depend on its neighbours, on the length of its run or on its place in the batch. Rows without
-// an adapter, and rows whose adapter does not touch the module, are not read or written.
+// in float32 over all blocks of the row and added to y in one rounding. An adapter with several
+// rows for a module (slices of it) adds one after the other, in the order of the layout. So a
+// result does not depend on its neighbours, on the length of its run or on its place in the batch.
+// Rows without an adapter, and rows whose adapter does not touch the module, are not read or
+// written.
 //
 // LoraBatch: immutable after construction. LoraOperator: thread-compatible (it owns scratch
 // memory); use one per thread.
@@ -50,6 +53,7 @@ class LoraBatch {
 
   std::span<const Run> runs() const { return runs_; }  // of rows with an adapter, ascending
   std::uint32_t num_rows() const { return num_rows_; }
+  bool has_dora_scales() const;  // whether any adapter of it needs Activations::base_bias
 
  private:
   std::vector<Run> runs_;
@@ -63,7 +67,18 @@ struct Activations {
   std::int64_t x_row_stride = 0;
   std::int64_t y_row_stride = 0;
   std::uint32_t num_rows = 0;
-  Dtype dtype = Dtype::float32;  // of x and y
+  Dtype dtype = Dtype::float32;     // of x, y and base_bias
+  const void* base_bias = nullptr;  // [out_features]: the module's own, for DoRA; null: it has none
+};
+
+// Tokens that an embedding has looked up.
+struct EmbeddingActivations {
+  const std::int64_t* token_ids = nullptr;  // [num_rows]
+  void* y = nullptr;                        // [num_rows, out_features]
+  std::int64_t y_row_stride = 0;            // in elements
+  std::uint32_t num_rows = 0;
+  Dtype dtype = Dtype::float32;  // of y
+  float factor = 1.0F;           // by which the module multiplies what it looks up
 };
 
 class LoraOperator {
@@ -76,22 +91,33 @@ class LoraOperator {
   ~LoraOperator();
 
   // Adds the adapters' outputs for `module` to y. Throws InvalidArgumentError, with y unchanged,
-  // if num_rows differs from the batch's or a task's pages hold elements of another size. x and y
+  // if num_rows differs from the batch's, a task's pages hold elements of another size or the
+  // module is an embedding. x and y
   // must not overlap and need only the alignment of their elements. Reads every page through the
   // batch's views; never blocks.
   void apply(const LoraBatch& batch, ModuleIndex module, const Activations& activations);
 
+  // The same for an embedding: delta = factor * scale * B A[:, token]. A token outside of a row's
+  // slice of the vocabulary gets no delta from it.
+  void apply_embedding(const LoraBatch& batch, ModuleIndex module,
+                       const EmbeddingActivations& activations);
+
  private:
+  struct Call;
   struct Scratch;
   struct Tile;
   struct Work;
 
-  void check(const LoraBatch& batch, ModuleIndex module, const Activations& activations) const;
-  void find_work(const LoraBatch& batch, ModuleIndex module);
-  void apply_run(const internal::LoraKernels& kernels, const Work& work,
-                 const Activations& activations, internal::ReadAhead& ahead);
+  void check(const LoraBatch& batch, ModuleIndex module, ModuleKind kind,
+             std::uint32_t num_rows) const;
+  void apply(const LoraBatch& batch, ModuleIndex module, const Call& call);
+  void find_work(const LoraBatch& batch, ModuleIndex module, ModuleKind kind);
+  void apply_run(const internal::LoraKernels& kernels, const Work& work, const Call& call,
+                 internal::ReadAhead& ahead);
+  void look_up(const Tile& tile);
   void shrink(const internal::LoraKernels& kernels, const Layout& layout, const Tile& tile);
   void expand(const internal::LoraKernels& kernels, Dtype dtype, const Tile& tile);
+  void expand_with_vectors(Dtype dtype, const Tile& tile);
 
   Dtype weights_dtype_;
   Isa isa_;

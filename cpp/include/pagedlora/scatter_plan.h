@@ -41,37 +41,45 @@ class ScatterTargets {
 
 class ScatterPlan {
  public:
+  struct Outcome {
+    std::uint64_t checksum = 0;      // of what was read; equal for equal bytes and chunk sizes
+    std::uint64_t source_bytes = 0;  // that were read
+  };
+
   // `layout` must be of plan.row_shapes().
   ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout);
 
-  // Reads matrices from the reader, in the order in which they lie there, and fills the parts of the
-  // targets: all of them, or those in the first `max_chunks` chunks. `chunk` is scratch of at least
-  // kMinChunkBytes. May block. Throws what the reader and the targets throw, and AdapterFormatError
-  // for a finite value that float16 cannot hold; the targets are then partly written.
-  // Returns a checksum of the bytes that were read: equal ones for equal bytes, if the chunk had
-  // the same size.
-  std::uint64_t execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
-                        ScatterTargets& targets, std::size_t max_chunks = kAllChunks) const;
+  // Reads matrices from the reader, in the order in which they lie there, and fills the parts of
+  // the targets: all of them, or those in the first `max_chunks` chunks. `chunk` is scratch of at
+  // least kMinChunkBytes. May block. Throws what the reader and the targets throw, and
+  // AdapterFormatError for a finite value that float16 cannot hold; the targets are then partly
+  // written.
+  Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
+                  ScatterTargets& targets, std::size_t max_chunks = kAllChunks) const;
 
   // The same to pages that nobody can take away meanwhile.
-  std::uint64_t execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
-                        const TaskPages& target, const TaskPages* second) const;
+  Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
+                  const TaskPages& target, const TaskPages* second) const;
 
-  std::uint64_t source_bytes() const { return source_bytes_; }  // that execute() reads
+  // That execute() reads with chunks of that size: each matrix that overlaps none is read once,
+  // with what lies between its rows, and between it and the next, if skipping it would cost more.
+  std::uint64_t source_bytes(std::size_t chunk_bytes = kChunkBytes) const;
 
   static constexpr std::size_t kChunkBytes = 256U << 10;
   static constexpr std::size_t kMinChunkBytes = 16U << 10;
   static constexpr std::size_t kAllChunks = std::numeric_limits<std::size_t>::max();
 
  private:
-  // A matrix of the source: A [rank, in] or B [out, rank], row-major.
+  enum class Kind : std::uint8_t { a, b, bias, dora_scale };
+  // A matrix of the source, row-major: A [rank, in], B [out, rank], a vector [1, out].
   struct Matrix {
     std::uint64_t offset;
     std::uint32_t row;  // of the layout
-    bool is_b;
+    Kind kind;
     Dtype dtype;
     std::uint32_t height;
     std::uint32_t width;
+    std::size_t stride_bytes;  // between rows
   };
   // A rectangle of a matrix that lies in the chunk: whole matrix rows, or a piece of one.
   struct Segment {
@@ -90,16 +98,20 @@ class ScatterPlan {
   class WindowBuilder;
   class Copies;
 
+  void add(std::uint32_t row, Kind kind, const PlannedMatrix& matrix, std::uint32_t height,
+           std::uint32_t width);
+  void add(std::uint32_t row, Kind kind, const PlannedVector& vector, std::uint32_t length);
   void write(const Window& window, Copies& copies) const;
   void list_a(const Segment& segment, Copies& copies) const;
   void list_b(const Segment& segment, Copies& copies) const;
+  void list_vector(const Segment& segment, Copies& copies) const;
+  bool transpose_a(const Segment& segment, const Copies& copies) const;
   [[noreturn]] void refuse_overflow(const Matrix& matrix) const;
 
   const LoraModelConfig& config_;
   const AdapterPlan& plan_;
   const Layout& layout_;
   std::vector<Matrix> matrices_;  // by offset
-  std::uint64_t source_bytes_ = 0;
 };
 
 }  // namespace pagedlora

@@ -82,13 +82,15 @@ void SourceLoad::run(std::span<std::byte> scratch) {
   }
   const std::unique_ptr<SourceReader> reader = plan->source()->open();
   const ScatterPlan scatter(*what_.config, *plan, *what_.layout);
-  source_bytes_ = scatter.source_bytes();
   wait_for(host_.waits).unlock();
   {
     const std::scoped_lock lock(write_mutex_);
-    num_chunks_ = source_bytes_ / scratch.size() + 1;
+    num_chunks_ = scatter.source_bytes(scratch.size()) / scratch.size() + 1;
   }
-  checksum_ = scatter.execute(*reader, what_.config->dtype(), scratch, *this);
+  const ScatterPlan::Outcome outcome =
+      scatter.execute(*reader, what_.config->dtype(), scratch, *this);
+  checksum_ = outcome.checksum;
+  source_bytes_ = outcome.source_bytes;
   fill_skipped_chunks(scatter, *reader, scratch);
   reader->finish();
   if (what_.checksum && *what_.checksum != checksum_) {

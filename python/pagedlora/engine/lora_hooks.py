@@ -18,6 +18,7 @@ from pagedlora import _core
 from pagedlora.engine.dtypes import to_core_dtype
 from pagedlora.engine.step import StepBatch
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.model_config import describe_module
 
 
 class RowMap:
@@ -26,13 +27,15 @@ class RowMap:
     Attributes:
         batch: The native table; None while no row uses an adapter, and between steps.
         num_rows: Rows that the table describes.
+        needs_bias: Whether any adapter has DoRA, which needs the modules' own biases.
     """
 
-    __slots__ = ("batch", "num_rows")
+    __slots__ = ("batch", "needs_bias", "num_rows")
 
     def __init__(self) -> None:
         self.batch: _core.LoraBatch | None = None
         self.num_rows = 0
+        self.needs_bias = False
 
     def set(self, lease: Any, segments: list[tuple[int | None, int]]) -> None:
         """Describes a step.
@@ -43,6 +46,7 @@ class RowMap:
         """
         self.num_rows = sum(rows for _, rows in segments)
         self.batch = _core.LoraBatch(lease, segments) if self.num_rows else None
+        self.needs_bias = self.batch is not None and self.batch.has_dora_scales
 
     def clear(self) -> None:
         """Ends the step."""
@@ -54,8 +58,8 @@ class RowMap:
             setattr(self, name, getattr(other, name))
 
 
-class _ModuleHook:
-    """The forward hook of one module."""
+class _Hook:
+    """What the forward hooks of all kinds of modules share."""
 
     __slots__ = (
         "_core_dtype",
@@ -81,6 +85,29 @@ class _ModuleHook:
         self._dtype = torch.float32
         self._core_dtype = to_core_dtype(torch.float32)
 
+    def _no_input(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"module '{self._name}' was called without its input as first argument or as "
+            "'input'. Leave the module out of the target modules"
+        )
+
+    def _other_rows(self, num_rows: int) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"module '{self._name}' was called with {num_rows} rows where the step has "
+            f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
+            "Leave the module out of the target modules"
+        )
+
+    def _set_dtype(self, dtype: torch.dtype) -> None:
+        self._core_dtype = to_core_dtype(dtype)
+        self._dtype = dtype
+
+
+class _LinearHook(_Hook):
+    """The forward hook of a linear module."""
+
+    __slots__ = ()
+
     def __call__(
         self,
         module: nn.Module,
@@ -93,19 +120,12 @@ class _ModuleHook:
             return None
         given = args[0] if args else kwargs.get("input")
         if given is None:
-            raise UnsupportedModelError(
-                f"module '{self._name}' was called without its input as first argument or as "
-                "'input'. Leave the module out of the target modules"
-            )
+            raise self._no_input()
         x = given.contiguous()
         y = output.contiguous()
         num_rows = y.numel() // self._out_features
         if num_rows != self._row_map.num_rows or x.numel() != num_rows * self._in_features:
-            raise UnsupportedModelError(
-                f"module '{self._name}' was called with {num_rows} rows where the step has "
-                f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
-                "Leave the module out of the target modules"
-            )
+            raise self._other_rows(num_rows)
         dtype = y.dtype
         if x.dtype != dtype:
             raise UnsupportedModelError(
@@ -113,8 +133,8 @@ class _ModuleHook:
                 "dtype"
             )
         if dtype is not self._dtype:
-            self._core_dtype = to_core_dtype(dtype)
-            self._dtype = dtype
+            self._set_dtype(dtype)
+        bias = _bias(module, dtype) if self._row_map.needs_bias else None
         self._operator.apply(
             batch,
             self._index,
@@ -124,9 +144,58 @@ class _ModuleHook:
             self._in_features,
             self._out_features,
             self._core_dtype,
+            0 if bias is None else bias.data_ptr(),
         )
         # A strided output was copied: the copy, with the adapters added, takes its place.
         return None if y is output else y
+
+
+class _EmbeddingHook(_Hook):
+    """The forward hook of an embedding."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, torch.Tensor],
+        output: torch.Tensor,
+    ) -> torch.Tensor | None:
+        batch = self._row_map.batch
+        if batch is None:
+            return None
+        given = args[0] if args else kwargs.get("input")
+        if given is None:
+            raise self._no_input()
+        token_ids = given.to(torch.int64).contiguous()
+        y = output.contiguous()
+        num_rows = y.numel() // self._out_features
+        if num_rows != self._row_map.num_rows or token_ids.numel() != num_rows:
+            raise self._other_rows(num_rows)
+        if y.dtype is not self._dtype:
+            self._set_dtype(y.dtype)
+        self._operator.apply_embedding(
+            batch,
+            self._index,
+            token_ids.data_ptr(),
+            y.data_ptr(),
+            num_rows,
+            self._out_features,
+            self._core_dtype,
+            _factor(module),
+        )
+        return None if y is output else y
+
+
+def _factor(module: nn.Module) -> float:
+    """By which some embeddings scale what they look up; PEFT scales what it adds as well."""
+    return float(getattr(module, "embed_scale", 1.0))
+
+
+def _bias(module: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:
+    bias: torch.Tensor | None = getattr(module, "bias", None)
+    return None if bias is None else bias.detach().to(dtype).contiguous()
 
 
 class LoraHooks:
@@ -155,14 +224,16 @@ class LoraHooks:
             model, "get_output_embeddings", lambda: None
         )
         output_embeddings = get_output_embeddings()
-        sites: list[tuple[nn.Module, _ModuleHook]] = []
+        sites: list[tuple[nn.Module, _LinearHook | _EmbeddingHook]] = []
         self._has_output_site = False
         for index, spec in enumerate(config.modules):
             module = _find_module(model, spec)
             is_output = module is output_embeddings
             self._has_output_site |= is_output
             row_map = self._sampled_rows if is_output else self._all_rows
-            sites.append((module, _ModuleHook(self._operator, spec, index, row_map)))
+            is_embedding = isinstance(module, nn.Embedding)
+            hook = _EmbeddingHook if is_embedding else _LinearHook
+            sites.append((module, hook(self._operator, spec, index, row_map)))
         self._handles = [
             module.register_forward_hook(hook, with_kwargs=True) for module, hook in sites
         ]
@@ -216,10 +287,11 @@ def _find_module(model: nn.Module, spec: _core.LoraModule) -> nn.Module:
         module: nn.Module = model.get_submodule(spec.name)
     except AttributeError as error:
         raise InvalidArgumentError(f"the model has no module '{spec.name}'") from error
-    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-    if sizes != (spec.in_features, spec.out_features):
+    found = describe_module(spec.name, module)
+    sizes = (spec.in_features, spec.out_features)
+    if found is None or (found.in_features, found.out_features) != sizes or found.kind != spec.kind:
+        what = "no linear module or embedding" if found is None else repr(found)
         raise InvalidArgumentError(
-            f"module '{spec.name}' has in and out features {sizes}, the configuration says "
-            f"{(spec.in_features, spec.out_features)}"
+            f"module '{spec.name}' of the model is {what}, the configuration says {spec!r}"
         )
     return module

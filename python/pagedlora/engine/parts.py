@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from pagedlora.base_weights import ModelWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.engine.adapter_names import AdapterNames
 from pagedlora.engine.admission import admit
@@ -19,6 +20,7 @@ from pagedlora.engine.sizing import num_host_kv_blocks, num_kv_blocks, with_adap
 from pagedlora.engine.step_stats import StepStats
 from pagedlora.errors import PagedLoraError
 from pagedlora.kv_cache import KVCacheManager
+from pagedlora.loaders.fused_modules import fused_modules_of
 from pagedlora.lora_manager import LoraManager
 from pagedlora.memory import available_memory_bytes
 from pagedlora.model_config import LoraModelConfig
@@ -115,6 +117,8 @@ def build_parts(
             adapter_root=lora_config.adapter_root,
             lora_dir=lora_config.lora_dir,
             base_model_id=str(getattr(loaded.model.config, "name_or_path", "")),
+            base_weights=ModelWeights(loaded.model),
+            fused_modules=fused_modules_of(loaded.model.config),
             strict=lora_config.strict,
             allow_pickle=lora_config.allow_pickle,
         )

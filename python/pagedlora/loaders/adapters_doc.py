@@ -59,14 +59,33 @@ The scale of a module is alpha / r, or alpha / sqrt(r) with `use_rslora`, of its
 
 Regular expressions have 2 s in all and 10,000 characters each.
 
+## DoRA, biases of B, embeddings
+
+The scale of DoRA is the trained magnitude over the norm of the changed weight, so it needs the \
+base model's weights: an `LLM` has them, a `LoraManager` is given `base_weights`. Such an adapter \
+is read when it is registered; the scales are kept in a nameless temporary file (`TMPDIR` chooses \
+where) and read again with the adapter after an eviction. DoRA and plain adapters share batches.
+
+Embeddings and the output embedding carry LoRA when `lora_target_modules` names them: \
+`["all-linear", "embed_tokens", "lm_head"]`. As in PEFT, LoRA on an embedding that shares its \
+weight with the output embedding acts on the embedding alone. PEFT saves a copy of the embedding's \
+weight beside such an adapter (`embed_tokens.base_layer.weight`): it is compared with the base \
+model's and must be the same, as `AdapterInfo.report` notes under `verified`.
+
 ## Names of tensors
 
-`MODULE.lora_A.weight` and `MODULE.lora_B.weight`, with or without the name of an adapter inside \
+`MODULE.lora_A.weight` and `MODULE.lora_B.weight`, `MODULE.lora_B.bias`, \
+`MODULE.lora_magnitude_vector` with or without `.weight`, `MODULE.lora_embedding_A` and \
+`MODULE.lora_embedding_B`, with or without the name of an adapter inside \
 (`lora_A.default.weight`). `MODULE` is a name of the model, after taking away what savers put \
 around it: `base_model.model.`, `module.`, `_orig_mod.`, `_fsdp_wrapped_module.`, \
 `_checkpoint_wrapped_module.`. A wrapper `language_model` that only one of the two has is taken \
 away or put in, if then exactly one module has the name. What was renamed stands in \
 `AdapterInfo.report`. A tensor that fits nothing fails the load.
+
+A model whose `qkv_proj` or `gate_up_proj` is one module takes adapters for `q_proj`, `k_proj`, \
+`v_proj` or `gate_proj`, `up_proj`, which may have ranks of their own; a model that has these \
+takes adapters for the fused module. Other names: `LoraManager(fused_modules=...)`.
 
 ## Files
 

@@ -18,6 +18,7 @@ class CoverageReport:
         ignored: What was left out, and why; with strict=False only.
         missing: Modules that the configuration targets and for which there are no tensors: they
             answer like the base model, as in PEFT.
+        verified: Tensors that repeat weights of the base model, and were compared with them.
         casts: Stored type, type in the cache, and tensors that are cast so.
     """
 
@@ -26,6 +27,7 @@ class CoverageReport:
     ignored: tuple[str, ...] = ()
     missing: int = 0
     casts: tuple[tuple[str, str, int], ...] = ()
+    verified: int = 0
 
 
 def counted(items: Iterable[str]) -> tuple[tuple[str, int], ...]:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, PagedLoraError, UnsupportedAdapterError
+from pagedlora.loaders.binding import BoundAdapter, bind
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.peft_config import PeftLoraConfig, read_peft_config
 from pagedlora.loaders.pickled import PICKLE_NAME, PrivateCopy, convert_pickle
-from pagedlora.loaders.rows import (
-    AdapterTensors,
-    BoundAdapter,
-    StoredTensor,
-    bind,
-    pair_tensors,
-    whole_tensors,
-)
+from pagedlora.loaders.rows import AdapterTensors, pair_tensors, whole_tensors
 from pagedlora.loaders.source_file import SourceFile
+from pagedlora.loaders.stored import StoredTensor
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _SHOWN_TENSORS = 5
@@ -73,10 +69,13 @@ class PeftDirectory:
 
 
 def make_plan(
-    adapter: BoundAdapter, table: ModuleTable, source: _core.TensorSource
+    adapter: BoundAdapter,
+    table: ModuleTable,
+    source: _core.TensorSource,
+    dora_offsets: Mapping[str, int] | None = None,
 ) -> _core.AdapterPlan:
-    """What to read from a source for an adapter."""
-    return _core.AdapterPlan(table.config, adapter.planned_rows, source)
+    """What to read from a source for an adapter; `dora_offsets` as in `make_rows`."""
+    return _core.AdapterPlan(table.config, adapter.rows(dora_offsets), source)
 
 
 def open_peft_directory(

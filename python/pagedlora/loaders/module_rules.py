@@ -114,6 +114,11 @@ class ModuleRules:
         with self._errors("layers_pattern"):
             return self._layer(module) in self._config.layers_to_transform
 
+    @property
+    def targets_all_linear(self) -> bool:
+        """Whether the targets are "all-linear"."""
+        return self._targets is None
+
     def unused_keys(self) -> Iterator[tuple[str, str]]:
         """Field and key of patterns that no module needed so far."""
         unused: Mapping[str, Mapping[str, None]] = {

@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagedlora import _core
+from pagedlora.loaders.fused_modules import FusedModules, FusedNames
 from pagedlora.loaders.tensor_names import NameMatcher
 
 
 class ModuleSizes(NamedTuple):
-    """One module: its index in the configuration, and how many features go in and come out."""
+    """One module: its index in the configuration, and how many features go in and come out.
+
+    An embedding's in_features are its vocabulary. `is_in_layer`: whether it belongs to a layer.
+    """
 
     module_index: int
     in_features: int
     out_features: int
+    is_embedding: bool = False
+    is_in_layer: bool = True
 
 
 class ModuleTable:
@@ -27,18 +33,31 @@ class ModuleTable:
         names: Module index to name.
         sizes: Name to index and sizes.
         matcher: Finds modules by the names that files have for them.
+        fused: Which modules other models have fused or split.
         max_lora_rank: The configuration's.
     """
 
-    __slots__ = ("config", "matcher", "max_lora_rank", "names", "sizes")
+    __slots__ = ("config", "fused", "matcher", "max_lora_rank", "names", "sizes")
 
-    def __init__(self, config: _core.LoraModelConfig) -> None:
+    def __init__(self, config: _core.LoraModelConfig, fused: FusedModules | None = None) -> None:
+        """Takes what is needed of a configuration.
+
+        Raises:
+            InvalidArgumentError: `fused` is no such map.
+        """
         self.config = config
         self.max_lora_rank = config.max_lora_rank
         modules = config.modules
         self.names = tuple(module.name for module in modules)
         self.sizes = {
-            module.name: ModuleSizes(index, module.in_features, module.out_features)
+            module.name: ModuleSizes(
+                index,
+                module.in_features,
+                module.out_features,
+                module.kind == _core.ModuleKind.embedding,
+                module.layer_id >= 0,
+            )
             for index, module in enumerate(modules)
         }
         self.matcher = NameMatcher(self.names)
+        self.fused = FusedNames(fused or {})

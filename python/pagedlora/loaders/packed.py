@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
-from pagedlora.loaders.rows import TORCH_DTYPES, check_rank
+from pagedlora.loaders.binding import check_rank
+from pagedlora.loaders.stored import TORCH_DTYPES
 
 if TYPE_CHECKING:
     import torch

@@ -45,6 +45,8 @@ class PeftLoraConfig:
         exclude_modules: Names or a regular expression; empty: none.
         layers_to_transform: Numbers of the layers that are meant; empty: all.
         layers_pattern: What stands before the number of a layer; empty: anything.
+        use_dora: Whether each module has a magnitude vector.
+        lora_bias: Whether each B has a bias.
         starts_at_zero: Whether target modules without tensors answer like the base model.
         notes: What was ignored, and why.
     """
@@ -58,6 +60,8 @@ class PeftLoraConfig:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] = ()
     layers_pattern: tuple[str, ...] = ()
+    use_dora: bool = False
+    lora_bias: bool = False
     starts_at_zero: bool = True
     notes: tuple[str, ...] = ()
 
@@ -74,6 +78,8 @@ class PeftLoraConfig:
             self.exclude_modules,
             self.layers_to_transform,
             self.layers_pattern,
+            self.use_dora,
+            self.lora_bias,
             self.starts_at_zero,
             self.notes,
         )
@@ -147,9 +153,22 @@ def parse_peft_config(
         exclude_modules=values.names_or_expression("exclude_modules"),
         layers_to_transform=values.layers(),
         layers_pattern=values.layers_pattern(),
+        use_dora=values.flag("use_dora"),
+        lora_bias=_lora_bias(values),
         starts_at_zero=starts_at_zero(fields.get("init_lora_weights", True)),
         notes=tuple(notes),
     )
+
+
+def _lora_bias(values: FieldReader) -> bool:
+    lora_bias = values.flag("lora_bias")
+    if lora_bias and values.flag("use_dora"):
+        raise UnsupportedAdapterError(
+            "the adapter's configuration has lora_bias=True together with use_dora=True, which "
+            "PEFT does not define. Way out: train with one of them",
+            field="lora_bias",
+        )
+    return lora_bias
 
 
 def _read_json(path: Path, root: _core.AdapterRoot | None) -> Mapping[str, Any]:

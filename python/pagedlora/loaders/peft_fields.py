@@ -161,7 +161,9 @@ _FIELDS = (
         "rows of the embedding are replaced",
         "train LoRA on the embedding, or without new tokens",
     ),
-    _refused("use_dora", "the weights' magnitudes are trained, too"),
+    _used(
+        "use_dora", "DoRA: each output is scaled by its trained magnitude over its weight's norm"
+    ),
     _variant("velora_config", "the file has tensors that belong to training", "train without it"),
     _refused(
         "alora_invocation_tokens",
@@ -174,7 +176,7 @@ _FIELDS = (
     _refused("layer_replication", "layers of the base model are repeated", _MERGE),
     PeftField("runtime_config", "nested", "how PEFT runs"),
     _harmless("runtime_config.ephemeral_gpu_offload", "where PEFT computes"),
-    _refused("lora_bias", "B has a bias"),
+    _used("lora_bias", "B has a bias; not together with `use_dora`, as in PEFT"),
     _refused(
         "target_parameters",
         "parameters that are no modules are changed, such as fused experts of an MoE",

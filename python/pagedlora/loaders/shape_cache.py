@@ -11,9 +11,9 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from pagedlora.loaders.binding import BoundAdapter
 from pagedlora.loaders.digest import RowTable
 from pagedlora.loaders.peft_config import PeftLoraConfig
-from pagedlora.loaders.rows import BoundAdapter
 from pagedlora.loaders.source_file import SourceFile
 
 MAX_SHAPES = 32

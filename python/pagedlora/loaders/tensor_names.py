@@ -25,6 +25,7 @@ class TensorKind(str, Enum):
     MAGNITUDE = "lora_magnitude_vector"
     EMBEDDING_A = "lora_embedding_A"
     EMBEDDING_B = "lora_embedding_B"
+    BASE_COPY = "base_layer.weight"
     MODULE_BIAS = "bias"
     WHOLE = "weight"
     UNKNOWN = ""
@@ -41,8 +42,9 @@ _KIND_OF_SUFFIX = (
     (re.compile(r"lora_embedding_A(?:\.(?P<adapter>[^.]+))?"), TensorKind.EMBEDDING_A),
     (re.compile(r"lora_embedding_B(?:\.(?P<adapter>[^.]+))?"), TensorKind.EMBEDDING_B),
     (re.compile(r"(?:base_layer\.)?bias"), TensorKind.MODULE_BIAS),
+    (re.compile(r"base_layer\.weight"), TensorKind.BASE_COPY),
     (
-        re.compile(r"(?:base_layer\.|modules_to_save\.(?:(?P<adapter>[^.]+)\.)?)?weight"),
+        re.compile(r"(?:modules_to_save\.(?:(?P<adapter>[^.]+)\.)?)?weight"),
         TensorKind.WHOLE,
     ),
 )
@@ -51,10 +53,6 @@ _QUICK = {".lora_A.weight": TensorKind.A, ".lora_B.weight": TensorKind.B}
 _QUICK_LENGTH = len(".lora_A.weight")
 
 _UNSUPPORTED = {
-    TensorKind.BIAS: "a bias of B (lora_bias) is not supported",
-    TensorKind.MAGNITUDE: "a magnitude vector (DoRA) is not supported",
-    TensorKind.EMBEDDING_A: "LoRA on an embedding is not supported",
-    TensorKind.EMBEDDING_B: "LoRA on an embedding is not supported",
     TensorKind.MODULE_BIAS: "trained biases of the base model are not supported: use bias='none'",
     TensorKind.WHOLE: "a whole weight would replace the base model's (modules_to_save, or an "
     "embedding that was saved because tokens were added), which is not supported: train LoRA on "

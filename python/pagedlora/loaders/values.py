@@ -54,13 +54,16 @@ class ValueCheck:
         self._target = target
         self._scratch = np.empty(0, np.uint8)
 
-    def pass_on(self, tensor: str, dtype: str, pieces: Iterable[Buffer]) -> Iterator[Buffer]:
+    def pass_on(
+        self, tensor: str, dtype: str, pieces: Iterable[Buffer], *, is_vector: bool = False
+    ) -> Iterator[Buffer]:
         """Hands on the bytes of a matrix, after looking at them.
 
         Args:
             tensor: Named in errors.
             dtype: As safetensors spells it.
             pieces: The bytes, cut anywhere.
+            is_vector: Whether the cache keeps it in float32 whatever its type.
 
         Raises:
             AdapterFormatError: A value is NaN or infinite, or over the range of the target.
@@ -70,11 +73,11 @@ class ValueCheck:
         for piece in pieces:
             data = memoryview(rest + bytes(piece) if rest else piece)
             count = data.nbytes // item_bytes
-            self._look(tensor, bits, np.frombuffer(data, bits.dtype, count))
+            self._look(tensor, bits, np.frombuffer(data, bits.dtype, count), is_vector)
             rest = bytes(data[count * item_bytes :])
             yield piece
 
-    def _look(self, tensor: str, bits: _Bits, values: np.ndarray) -> None:
+    def _look(self, tensor: str, bits: _Bits, values: np.ndarray, is_vector: bool) -> None:
         if values.size == 0:
             return
         if self._scratch.nbytes < values.nbytes:
@@ -84,7 +87,8 @@ class ValueCheck:
         largest = int(magnitudes.max())
         if largest >= bits.infinity:
             raise self._error(tensor, "has values that are NaN or infinite")
-        limit = None if self._target is None else bits.over.get(self._target)
+        target = None if is_vector else self._target
+        limit = None if target is None else bits.over.get(target)
         if limit is not None and largest >= limit:
             raise self._error(
                 tensor,

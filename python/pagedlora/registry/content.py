@@ -15,6 +15,7 @@ from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import AdapterShape, ShapeCache, shape_key
 from pagedlora.loaders.values import ValueCheck
 from pagedlora.paths import SourcePath
+from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 
 
@@ -73,14 +74,16 @@ def parse_adapter(
     table: ModuleTable,
     options: LoadOptions = DEFAULT_OPTIONS,
     shapes: ShapeCache | None = None,
+    base: BaseModel | None = None,
 ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
-    """Parses a PEFT directory for a model; reads no weights.
+    """Parses a PEFT directory for a model; reads no weights, but for what `base` needs of them.
 
     Args:
         source: The directory.
         table: The model's modules.
         options: What is allowed.
         shapes: Of the same model and options: what is there need not be parsed again.
+        base: The base model's weights; None: adapters that need them are refused.
 
     Returns:
         The content, and the plan that reads it through a group of sources to which others of the
@@ -96,7 +99,8 @@ def parse_adapter(
     for note in adapter.report.ignored:
         warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
-    plan = make_plan(adapter, table, group)
+    whole, dora_offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
+    plan = make_plan(adapter, table, whole, dora_offsets)
     real_path = os.path.realpath(path)
     real_path = path if real_path == path else real_path  # one string for both
     content = AdapterContent(directory, real_path, shape.rows, adapter.report)

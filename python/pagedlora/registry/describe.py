@@ -35,7 +35,7 @@ class Describer:
         self, name: str, path: str, generation: Generation, pinned: bool, ids: frozenset[int]
     ) -> AdapterInfo:
         rows = generation.content.rows
-        modules = [self._table.names[index] for index in rows.modules]
+        modules = rows.labels(self._table)
         task_id = generation.task_id
         host = ("host",) if self._cache.is_task_cached(task_id) else ()
         device = ("device",) if self._cache.is_task_cached_device(task_id) else ()

@@ -22,6 +22,7 @@ class Loader:
     def __init__(self, parts: RegistryParts, reloader: Reloader) -> None:
         self._table = parts.table
         self._options = parts.options
+        self._base = parts.base
         self._shapes = parts.shapes
         self._lock = parts.lock
         self._generations = parts.generations
@@ -32,14 +33,18 @@ class Loader:
 
     def register(self, name: str, source: SourcePath) -> NameEntry:
         """As `LoraManager.register`."""
-        content, plan, sources = parse_adapter(source, self._table, self._options, self._shapes)
+        content, plan, sources = parse_adapter(
+            source, self._table, self._options, self._shapes, self._base
+        )
         with self._lock:
             self._names.check_new(name)
             return self._names.add(name, self._generations.add(content, plan, sources))
 
     def register_or_find(self, name: str, source: SourcePath) -> tuple[NameEntry, bool]:
         """The name's entry, and whether this call made it: another one may have meanwhile."""
-        content, plan, sources = parse_adapter(source, self._table, self._options, self._shapes)
+        content, plan, sources = parse_adapter(
+            source, self._table, self._options, self._shapes, self._base
+        )
         with self._lock:
             entry = self._names.find(name)
             if entry is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import ShapeCache
+from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.generations import GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.names import NameTable
@@ -20,6 +21,7 @@ class RegistryParts:
     Attributes:
         table: The model's modules.
         options: What adapters may be.
+        base: What is known of the base model's weights.
         shapes: Of the adapters parsed last.
         lock: Never held while anybody hashes, reads or waits.
         generations: Contents.
@@ -29,6 +31,7 @@ class RegistryParts:
 
     table: ModuleTable
     options: LoadOptions
+    base: BaseModel
     shapes: ShapeCache
     lock: threading.RLock
     generations: GenerationTable

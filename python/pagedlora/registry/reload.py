@@ -20,6 +20,7 @@ class Reloader:
     def __init__(self, parts: RegistryParts) -> None:
         self._table = parts.table
         self._options = parts.options
+        self._base = parts.base
         self._shapes = parts.shapes
         self._lock = parts.lock
         self._generations = parts.generations
@@ -62,7 +63,9 @@ class Reloader:
 
     def reload(self, entry: NameEntry, source: SourcePath, expected: str | None) -> None:
         """As `LoraManager.reload`."""
-        content, plan, sources = parse_adapter(source, self._table, self._options, self._shapes)
+        content, plan, sources = parse_adapter(
+            source, self._table, self._options, self._shapes, self._base
+        )
         digest = content.digest(self._table, Deadline(None), self._options)
         # A source that was overwritten in place cannot be read any more: it is other content.
         with suppress(PagedLoraError):

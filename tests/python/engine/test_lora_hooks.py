@@ -30,6 +30,8 @@ def rows_view(pointer, rows, features, stride):
 class FakeBatch:
     """The lease is {request id: what the adapter adds}."""
 
+    has_dora_scales = False
+
     def __init__(self, lease, segments):
         self.deltas = [
             0.0 if request_id is None else lease[request_id]
@@ -42,13 +44,15 @@ class FakeOperator:
     """y += delta of the row's request * sum of x's row."""
 
     calls = None
+    biases = None
     sizes = None
 
     def __init__(self, weights_dtype):
         assert weights_dtype == _core.Dtype.float32
 
-    def apply(self, batch, index, x, y, num_rows, x_stride, y_stride, dtype):  # noqa: PLR0917
+    def apply(self, batch, index, x, y, num_rows, x_stride, y_stride, dtype, base_bias):  # noqa: PLR0917
         assert num_rows == len(batch.deltas)
+        self.biases.append(base_bias)
         assert dtype == _core.Dtype.float32
         in_features, out_features = self.sizes[index]
         self.calls.append((index, batch.deltas))
@@ -61,6 +65,7 @@ class FakeOperator:
 @pytest.fixture
 def operator(monkeypatch):
     monkeypatch.setattr(FakeOperator, "calls", [])
+    monkeypatch.setattr(FakeOperator, "biases", [])
     fake_core = SimpleNamespace(LoraBatch=FakeBatch, LoraOperator=FakeOperator)
     monkeypatch.setattr(lora_hooks, "_core", fake_core)
     return FakeOperator
@@ -246,7 +251,8 @@ def test_module_that_changes_dtype_raises(operator):
     ("change", "message"),
     [
         (lambda model: delattr(model, "lm_head"), "no module 'lm_head'"),
-        (lambda model: setattr(model, "lm_head", nn.Linear(SIZE, 5)), r"features \(4, 5\)"),
+        (lambda model: setattr(model, "lm_head", nn.Linear(SIZE, 5)), "4 -> 5"),
+        (lambda model: setattr(model, "lm_head", nn.Embedding(SIZE, 3)), "embedding"),
     ],
 )
 def test_configuration_of_another_model_raises_and_leaves_no_hooks(change, message, operator):
@@ -258,6 +264,55 @@ def test_configuration_of_another_model_raises_and_leaves_no_hooks(change, messa
     with pytest.raises(InvalidArgumentError, match=message):
         LoraHooks(model, config, _core.Dtype.float32)
     assert not model.proj._forward_hooks
+
+
+def test_biases_are_handed_over_only_while_an_adapter_has_dora(operator, monkeypatch):
+    model = Model()
+    hooks = open_hooks(model, operator)
+    x = torch.randn(1, 7, SIZE)
+    with torch.inference_mode():
+        for needed in (False, True):
+            monkeypatch.setattr(FakeBatch, "has_dora_scales", needed)
+            with hooks.step(MIXED, LEASE):
+                model.proj(x)
+                model.lm_head(torch.randn(1, 3, SIZE))
+
+    assert operator.biases == [0, 0, model.proj.bias.data_ptr(), 0]
+
+
+def test_an_embedding_hands_over_its_tokens_and_its_factor(operator, monkeypatch):
+    seen = []
+
+    def apply_embedding(self, batch, index, tokens, y, num_rows, y_stride, dtype, factor):  # noqa: PLR0917
+        ids = (ctypes.c_int64 * num_rows).from_address(tokens)
+        seen.append((batch.deltas, index, list(ids), y_stride, dtype, factor))
+        rows_view(y, num_rows, SIZE, y_stride).add_(torch.tensor(batch.deltas).unsqueeze(1))
+
+    monkeypatch.setattr(operator, "apply_embedding", apply_embedding, raising=False)
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(9, SIZE)})
+    ids = torch.tensor([[0, 8, 3, 3, 1, 2, 4]], dtype=torch.int32)
+    hooks = open_hooks(model, operator, ["embed_tokens"])
+    with torch.inference_mode():
+        plain = model["embed_tokens"](ids)
+        with hooks.step(MIXED, LEASE):
+            y = model["embed_tokens"](ids)
+            model["embed_tokens"].embed_scale = torch.tensor(2.5)
+            model["embed_tokens"](input=ids)
+
+    deltas = [10.0] * 3 + [0.0] + [30.0] * 2 + [40.0]
+    float32 = _core.Dtype.float32
+    assert seen == [(deltas, 0, ids[0].tolist(), SIZE, float32, factor) for factor in (1.0, 2.5)]
+    assert torch.equal(y, plain + torch.tensor(deltas).reshape(1, 7, 1))
+
+
+def test_an_embedding_that_gets_other_tokens_than_the_step_has_raises(operator):
+    model = nn.ModuleDict({"embed_tokens": nn.Embedding(9, SIZE)})
+    hooks = open_hooks(model, operator, ["embed_tokens"])
+    with (
+        hooks.step(MIXED, LEASE),
+        pytest.raises(UnsupportedModelError, match="'embed_tokens' was called with 2 rows"),
+    ):
+        model["embed_tokens"](torch.tensor([[1, 2]]))
 
 
 def test_remove_takes_all_hooks_off(operator):

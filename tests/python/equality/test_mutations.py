@@ -23,8 +23,8 @@ from tests.support.peft_oracle import (
 from pagedlora import _core
 from pagedlora.engine import lora_hooks, paged_model
 from pagedlora.engine.attention import AttentionCall
-from pagedlora.loaders import rows
-from pagedlora.loaders.rows import BoundModule, make_rows
+from pagedlora.loaders import binding
+from pagedlora.loaders.binding import BoundModule, make_rows
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 FAMILIES = ("llama", "gemma2")
@@ -225,7 +225,7 @@ def test_a_fault_of_the_loader_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "make_rows", FAULTS_OF_THE_LOADER[fault])
+        patch.setattr(binding, "make_rows", FAULTS_OF_THE_LOADER[fault])
         shapes = exam.bench.llm.lora_manager._shapes
         shapes.clear()
         exam.bench.llm.load_lora(fault, adapters_of(family)["r33"])

@@ -1,0 +1,68 @@
+"""The base model's weights, which DoRA adapters are measured against."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from pagedlora.errors import UnsupportedAdapterError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class BaseWeights(Protocol):
+    """Gives the weight of one of the base model's modules when asked by name."""
+
+    def __call__(self, module_name: str) -> torch.Tensor:
+        """Its weight [out_features, in_features], of any floating-point type.
+
+        An embedding's in_features are its vocabulary.
+
+        Raises:
+            UnsupportedAdapterError: It has none of that form.
+        """
+        ...
+
+
+class SizesOnly:
+    """Stands for weights that are not there, where adapters are only measured.
+
+    What is planned with it must not be used: the scales of DoRA are zeros.
+    """
+
+    def __call__(self, module_name: str) -> torch.Tensor:
+        """Refuses.
+
+        Raises:
+            UnsupportedAdapterError: Always.
+        """
+        raise UnsupportedAdapterError(
+            f"there is no weight of module '{module_name}': adapters are only measured here",
+            field="use_dora",
+        )
+
+
+class ModelWeights:
+    """The weights of a live model, which must not change. Thread-safe."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keeps the model, not copies of its weights."""
+        self._model = model
+
+    def __call__(self, module_name: str) -> torch.Tensor:
+        """As `BaseWeights`."""
+        from torch import nn
+        from transformers.pytorch_utils import Conv1D
+
+        module = self._model.get_submodule(module_name)
+        weight: torch.Tensor | None = getattr(module, "weight", None)
+        if weight is None or not weight.is_floating_point():
+            raise UnsupportedAdapterError(
+                f"use_dora needs the weight of module '{module_name}', a {type(module).__name__}, "
+                "which has no floating-point one: serve the adapter on a base model that is not "
+                "quantised",
+                field="use_dora",
+            )
+        weight = weight.detach()
+        return weight.T if isinstance(module, (nn.Embedding, Conv1D)) else weight
