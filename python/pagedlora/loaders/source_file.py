@@ -50,12 +50,8 @@ class SourceFile(NamedTuple):
             AdapterPathError: It does not lie in the root.
             AdapterReadError: The system does not say.
         """
-        descriptor = _core.open_file(path, root)
-        try:
-            with _system_errors(path):
-                return cls(path, _identity(os.fstat(descriptor)), root)
-        finally:
-            os.close(descriptor)
+        with _closing(_core.open_file(path, root)) as descriptor, _system_errors(path):
+            return cls(path, _identity(os.fstat(descriptor)), root)
 
     def is_unchanged(self) -> bool:
         """Whether the file is still there as it was; reads nothing."""
@@ -79,16 +75,13 @@ class SourceFile(NamedTuple):
             AdapterSourceChangedError: It is another file, or was written to, before or meanwhile.
         """
         try:
-            descriptor = _core.open_file(self.path, self.root)
+            opened = _core.open_file(self.path, self.root)
         except AdapterFormatError:
             raise self._changed("it is no regular file any more") from None
-        try:
-            with _system_errors(self.path):
-                self._check(os.fstat(descriptor))
-                yield lambda offset, size: self._chunks(descriptor, offset, size)
-                self._check(os.fstat(descriptor))
-        finally:
-            os.close(descriptor)
+        with _closing(opened) as descriptor, _system_errors(self.path):
+            self._check(os.fstat(descriptor))
+            yield lambda offset, size: self._chunks(descriptor, offset, size)
+            self._check(os.fstat(descriptor))
 
     def _chunks(self, descriptor: int, offset: int, size: int) -> Iterator[memoryview]:
         buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
@@ -118,6 +111,15 @@ def _identity(status: os.stat_result) -> FileIdentity:
     return FileIdentity(
         status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
     )
+
+
+@contextmanager
+def _closing(descriptor: int) -> Iterator[int]:
+    """Closes it at the end."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
