@@ -27,6 +27,7 @@ from tests.support.adapters import (
 from tests.support.cache_fixtures import Cache, model_config
 
 from pagedlora import (
+    AdapterFormatError,
     AdapterLoadTimeout,
     AdapterNotFoundError,
     AdapterReadError,
@@ -231,6 +232,14 @@ def test_a_file_that_changed_before_it_is_read_is_refused(
     change(tmp_path / WEIGHTS_FILE)
     with pytest.raises(error, match=WEIGHTS_FILE):
         content.digest(TABLE, Deadline(None))
+
+
+def test_what_a_reader_finds_wrong_with_the_content_is_told_as_it_is(tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path, tensors_of()) / WEIGHTS_FILE)
+    wrong = AdapterFormatError("wrong", path=path, tensor="t")
+    with pytest.raises(AdapterFormatError) as caught, source_file.SourceFile.of(path).open():
+        raise wrong
+    assert caught.value is wrong
 
 
 def test_an_error_of_the_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

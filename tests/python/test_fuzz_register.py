@@ -18,9 +18,7 @@ from tests.support.cache_fixtures import Cache, build_cache, check_pages
 from pagedlora import PagedLoraError
 
 SHAPES = {"q_proj": (8, 8), "v_proj": (8, 4)}
-EXAMPLES = settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+EXAMPLES = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Target:
