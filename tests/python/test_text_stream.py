@@ -50,7 +50,11 @@ def test_tokens_without_text_change_nothing() -> None:
     assert push_all(TextStream(ByteTokenizer([0])), b"a\0b") == ["a", "a", "ab"]
 
 
-@given(st.text(max_size=30), st.lists(st.text("ab€", min_size=1, max_size=3), max_size=2))
+# A text that ends with U+FFFD itself looks like one whose last character is not complete.
+@given(
+    st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=30),
+    st.lists(st.text("ab€", min_size=1, max_size=3), max_size=2),
+)
 def test_the_text_is_that_of_all_tokens_cut_before_the_first_stop(
     text: str, stops: list[str]
 ) -> None:
