@@ -182,8 +182,8 @@ void register_adapter(py::module_& module) {
   py::class_<AdapterPlan, py::smart_holder>(module, "AdapterPlan",
                                             "What an adapter consists of and where it is read.")
       .def(py::init<const LoraModelConfig&, std::vector<PlannedRow>,
-                    std::shared_ptr<const TensorSource>>(),
-           "config"_a, "rows"_a, "source"_a.none(false))
+                    std::shared_ptr<const TensorSource>, bool>(),
+           "config"_a, "rows"_a, "source"_a.none(false), "checks_values"_a = false)
       .def_property_readonly("rows", &AdapterPlan::rows);
 
   py::class_<CarriedWeights>(module, "CarriedWeights", "Weights that come with a request.")

@@ -70,10 +70,11 @@ void check_row(const LoraModelConfig& config, const PlannedRow& row, std::uint64
 }  // namespace
 
 AdapterPlan::AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> rows,
-                         std::shared_ptr<const TensorSource> source)
+                         std::shared_ptr<const TensorSource> source, bool checks_values)
     : rows_(std::move(rows)),
       source_(std::move(source)),
-      config_fingerprint_(config.fingerprint()) {
+      config_fingerprint_(config.fingerprint()),
+      checks_values_(checks_values) {
   if (source_ == nullptr) {
     throw InvalidArgumentError("an adapter plan needs a source");
   }

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "internal/checksum.h"
+#include "internal/value_check.h"
 #include "pagedlora/copy_2d.h"
 #include "pagedlora/errors.h"
 
@@ -158,8 +159,8 @@ class ScatterPlan::WindowBuilder {
 };
 
 ScatterPlan::ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan,
-                         const Layout& layout)
-    : config_(config), plan_(plan), layout_(layout) {
+                         const Layout& layout, bool check_values)
+    : config_(config), plan_(plan), layout_(layout), check_values_(check_values) {
   matrices_.reserve(plan.rows().size() * 2);
   for (std::uint32_t i = 0; i < plan.rows().size(); ++i) {
     const PlannedRow& row = plan.rows()[i];
@@ -210,6 +211,9 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
     reader.read(window.offset, bytes);
     checksum.update(bytes);
     outcome.source_bytes += bytes.size();
+    if (check_values_) {
+      check_values(window, bytes, cache_dtype);
+    }
     const ScatterTargets::Access access = targets.open();
     copies.aim_at(access);
     write(window, copies);
@@ -336,10 +340,49 @@ void ScatterPlan::list_vector(const Segment& segment, Copies& copies) const {
   }
 }
 
+void ScatterPlan::check_values(const Window& window, std::span<const std::byte> chunk,
+                               Dtype cache_dtype) const {
+  for (const Segment& segment : window.segments) {
+    const Matrix& matrix = *segment.matrix;
+    const bool is_vector = matrix.kind == Kind::bias || matrix.kind == Kind::dora_scale;
+    const Dtype target = is_vector ? Dtype::float32 : cache_dtype;
+    const bool is_whole = matrix.stride_bytes == segment.num_columns * element_bytes(matrix.dtype);
+    const std::size_t rows = is_whole ? 1 : segment.num_rows;
+    const std::size_t columns = std::size_t{segment.num_columns} * segment.num_rows / rows;
+    for (std::size_t row = 0; row < rows; ++row) {
+      const std::byte* values = chunk.data() + segment.at + row * matrix.stride_bytes;
+      switch (internal::find_problem(values, columns, matrix.dtype, target)) {
+        case internal::ValueProblem::none:
+          break;
+        case internal::ValueProblem::not_finite:
+          throw AdapterFormatError(plan_.source()->description(), label(matrix),
+                                   "has values that are NaN or infinite");
+        case internal::ValueProblem::over_range:
+          throw AdapterFormatError(plan_.source()->description(), label(matrix),
+                                   "has values over the range of the cache's type; use "
+                                   "dtype=\"float32\" for the cache");
+      }
+    }
+  }
+}
+
+std::string ScatterPlan::label(const Matrix& matrix) const {
+  const std::string& module = config_.module(plan_.rows()[matrix.row].module).name;
+  switch (matrix.kind) {
+    case Kind::a:
+      return module + ".lora_A";
+    case Kind::b:
+      return module + ".lora_B";
+    case Kind::bias:
+      return module + ".lora_B.bias";
+    case Kind::dora_scale:
+      return module + ".lora_magnitude_vector";
+  }
+  return module;
+}
+
 void ScatterPlan::refuse_overflow(const Matrix& matrix) const {
-  throw AdapterFormatError(plan_.source()->description(),
-                           config_.module(plan_.rows()[matrix.row].module).name +
-                               (matrix.kind == Kind::b ? ".lora_B" : ".lora_A"),
+  throw AdapterFormatError(plan_.source()->description(), label(matrix),
                            "a value is beyond the range of the cache's float16; use "
                            "dtype=\"bfloat16\" or \"float32\" for the cache");
 }

@@ -228,6 +228,7 @@ class AdapterPlan:
         config: LoraModelConfig,
         rows: collections.abc.Sequence[PlannedRow],
         source: TensorSource,
+        checks_values: bool = False,
     ) -> None: ...
     @property
     def rows(self) -> list[PlannedRow]: ...

@@ -102,7 +102,7 @@ class LoraManager:
                 `weights_only=True`, when it is registered; it is kept as a safetensors file in a
                 private directory until it is unloaded.
             check_values: Whether adapters with NaN, infinity or values over the range of the
-                cache's type are refused when their whole content is read.
+                cache's type are refused when their content is first read.
 
         Raises:
             InvalidArgumentError: One of the directories is no path.

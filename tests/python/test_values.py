@@ -1,9 +1,10 @@
-"""Values that no adapter can have are found when its whole content is read (design 3.2)."""
+"""Values that no adapter can have are found when its content is first read (design 3.2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,46 @@ def test_a_value_within_the_range_of_the_cache_loads(
     tensors[Q_B].view(-1)[-1] = value
     weights = cache.peft.task_weights(info.task_id, "host")
     assert_same_weights(weights, weights_of(tensors, kept))
+
+
+def first_use(cache: Cache, adapters: LoraManager, path: Path) -> SimpleNamespace:
+    """A request for an adapter whose content nobody has read before."""
+    adapters.register(path.name, path)
+    request = SimpleNamespace(
+        request_id=len(path.name), lora_task_id=adapters.task_id(path.name), lora_weights=None
+    )
+    cache.peft.add_request_peft(request)
+    assert cache.peft.wait_idle()
+    return request
+
+
+@pytest.mark.parametrize(("stored", "kept", "value"), OVER, ids=str)
+def test_the_first_use_finds_it_too(
+    make_cache: MakeCache, tmp_path: Path, stored: torch.dtype, kept: torch.dtype, value: float
+) -> None:
+    """Of an adapter that was only registered; others go on."""
+    cache = make_cache(kept)
+    for name, bad in (("nan", NAN), ("infinite", INF), ("over", value)):
+        path = write_with(cache, tmp_path / name, bad, stored)
+        request = first_use(cache, cache.adapters, path)
+        assert cache.peft.adapter_state(request) == "failed"
+        error = cache.peft.adapter_error(request)
+        assert isinstance(error, AdapterFormatError)
+        assert error.tensor.endswith("q_proj.lora_B")
+        assert error.path == str(path / "adapter_model.safetensors")
+        assert cache.peft.resident_tasks("host") == 0
+        cache.peft.mark_request_done(request)
+    good = first_use(cache, cache.adapters, write_with(cache, tmp_path / "good", 1.0, stored))
+    assert cache.peft.adapter_state(good) == "ready"
+
+
+def test_nobody_looks_at_a_first_use_where_that_is_not_wanted(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    manager = LoraManager(small_cache.config, small_cache.peft, check_values=False)
+    request = first_use(small_cache, manager, write_with(small_cache, tmp_path / "a", NAN))
+    assert small_cache.peft.adapter_state(request) == "ready"
+    small_cache.peft.mark_request_done(request)
 
 
 def test_nobody_looks_where_that_is_not_wanted(small_cache: Cache, tmp_path: Path) -> None:

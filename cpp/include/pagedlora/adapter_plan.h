@@ -61,13 +61,16 @@ class AdapterPlan {
   // same inputs and outputs, a rank outside 1..config.max_lora_rank(), a scale that is not finite,
   // rows of a matrix that overlap, a matrix or vector beyond the end of the source, or a row with a
   // dora_scale that shares outputs with another row.
+  // With `checks_values`, the first read of the source refuses NaN, infinity, and what is infinity
+  // in the cache's type.
   AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> rows,
-              std::shared_ptr<const TensorSource> source);
+              std::shared_ptr<const TensorSource> source, bool checks_values = false);
 
   const std::vector<PlannedRow>& rows() const { return rows_; }
   const std::vector<float>& scales() const { return scales_; }  // one per row
   const std::shared_ptr<const TensorSource>& source() const { return source_; }
   std::uint64_t config_fingerprint() const { return config_fingerprint_; }
+  bool checks_values() const { return checks_values_; }
   std::vector<RowShape> row_shapes() const;
 
   // The same rows without the source: what is left of weights that a request carried.
@@ -78,6 +81,7 @@ class AdapterPlan {
   std::vector<float> scales_;
   std::shared_ptr<const TensorSource> source_;
   std::uint64_t config_fingerprint_;
+  bool checks_values_;
 };
 
 }  // namespace pagedlora

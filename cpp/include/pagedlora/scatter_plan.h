@@ -16,6 +16,7 @@
 #include <limits>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "pagedlora/adapter_plan.h"
@@ -46,14 +47,16 @@ class ScatterPlan {
     std::uint64_t source_bytes = 0;  // that were read
   };
 
-  // `layout` must be of plan.row_shapes().
-  ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout);
+  // `layout` must be of plan.row_shapes(). With `check_values`, execute() refuses values that are not
+  // finite, or would not be in the cache.
+  ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout,
+              bool check_values = false);
 
   // Reads matrices from the reader, in the order in which they lie there, and fills the parts of
   // the targets: all of them, or those in the first `max_chunks` chunks. `chunk` is scratch of at
   // least kMinChunkBytes. May block. Throws what the reader and the targets throw, and
-  // AdapterFormatError for a finite value that float16 cannot hold; the targets are then partly
-  // written.
+  // AdapterFormatError for a finite value that float16 cannot hold, or what a check of the values
+  // finds; the targets are then partly written.
   Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
                   ScatterTargets& targets, std::size_t max_chunks = kAllChunks) const;
 
@@ -106,12 +109,16 @@ class ScatterPlan {
   void list_b(const Segment& segment, Copies& copies) const;
   void list_vector(const Segment& segment, Copies& copies) const;
   bool transpose_a(const Segment& segment, const Copies& copies) const;
+  void check_values(const Window& window, std::span<const std::byte> chunk,
+                    Dtype cache_dtype) const;
+  std::string label(const Matrix& matrix) const;
   [[noreturn]] void refuse_overflow(const Matrix& matrix) const;
 
   const LoraModelConfig& config_;
   const AdapterPlan& plan_;
   const Layout& layout_;
   std::vector<Matrix> matrices_;  // by offset
+  bool check_values_;
 };
 
 }  // namespace pagedlora

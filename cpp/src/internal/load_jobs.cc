@@ -81,7 +81,9 @@ void SourceLoad::run(std::span<std::byte> scratch) {
     throw JobStopped();
   }
   const std::unique_ptr<SourceReader> reader = plan->source()->open();
-  const ScatterPlan scatter(*what_.config, *plan, *what_.layout);
+  const bool is_first_read = !what_.checksum;
+  const ScatterPlan scatter(*what_.config, *plan, *what_.layout,
+                            plan->checks_values() && is_first_read);
   wait_for(host_.waits).unlock();
   {
     const std::scoped_lock lock(write_mutex_);

@@ -73,9 +73,20 @@ def make_plan(
     table: ModuleTable,
     source: _core.TensorSource,
     dora_offsets: Mapping[str, int] | None = None,
+    *,
+    checks_values: bool = True,
 ) -> _core.AdapterPlan:
-    """What to read from a source for an adapter; `dora_offsets` as in `make_rows`."""
-    return _core.AdapterPlan(table.config, adapter.rows(dora_offsets), source)
+    """What to read from a source for an adapter.
+
+    Args:
+        adapter: As the model has it.
+        table: The model's modules.
+        source: Has its tensors.
+        dora_offsets: As in `BoundAdapter.rows`.
+        checks_values: Whether the first read refuses NaN, infinity and values over the range of the
+            cache's type.
+    """
+    return _core.AdapterPlan(table.config, adapter.rows(dora_offsets), source, checks_values)
 
 
 def open_peft_directory(

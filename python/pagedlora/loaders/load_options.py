@@ -14,7 +14,7 @@ class LoadOptions:
             not, they are ignored, with a warning and a note in the adapter's report.
         allow_pickle: Whether `adapter_model.bin` is read, with `weights_only=True`.
         check_values: Whether NaN, infinity and values over the range of the cache's type are
-            looked for when the whole content is read.
+            looked for when the content is first read.
     """
 
     strict: bool = True
