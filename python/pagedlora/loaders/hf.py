@@ -72,10 +72,10 @@ def make_plan(
     adapter: BoundAdapter,
     table: ModuleTable,
     source: _core.TensorSource,
-    dora_offsets: Mapping[str, int] | None = None,
+    offsets: Mapping[str, int] | None = None,
 ) -> _core.AdapterPlan:
-    """What to read from a source for an adapter; `dora_offsets` as in `make_rows`."""
-    return _core.AdapterPlan(table.config, adapter.rows(dora_offsets), source)
+    """What to read from a source for an adapter; `offsets` as in `make_rows`."""
+    return _core.AdapterPlan(table.config, adapter.rows(offsets), source)
 
 
 def open_peft_directory(

@@ -97,8 +97,8 @@ def parse_adapter(
     for note in adapter.report.ignored:
         warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
-    source, dora_offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
-    plan = make_plan(adapter, table, source, dora_offsets)
+    source, offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
+    plan = make_plan(adapter, table, source, offsets)
     real_path = os.path.realpath(path)
     real_path = path if real_path == path else real_path  # one string for both
     content = AdapterContent(directory, real_path, shape.rows, adapter.report)
