@@ -32,6 +32,7 @@ from pagedlora import (
     AdapterWeights,
     LlmRequest,
     LoraManager,
+    LoraModelConfig,
     PeftCacheConfig,
     PeftCacheManager,
     UnsupportedAdapterError,
@@ -255,6 +256,99 @@ def test_weights_that_a_request_carries_are_cut_too(bias: bool) -> None:
             assert_same_rows(stored, a, b)
             assert expected_bias is None or torch.equal(stored[3], expected_bias)
         peft.mark_request_done(request)
+        peft.close()
+
+
+@pytest.mark.parametrize("kind", ["bias", "dora"])
+def test_an_evicted_shard_is_read_again_with_what_lies_behind_it(tmp_path: Path, kind: str) -> None:
+    tensors = random_adapter(WHOLE, 9, 12, bias=kind == "bias", dora=kind == "dora")
+    directory = save_adapter(tmp_path / "a", tensors, **FIELDS[kind])
+    with rank_cache(
+        rank_config(WHOLE, Parallel(2, 1)), directory, base_weights=base_weight
+    ) as cache:
+        before = cache.weights()
+        cache.peft.ensure_batch([], []).close()
+        cache.peft.mark_request_done(cache.request)
+        for tier in ("device", "host"):
+            cache.peft.evict_unowned(tier)
+            assert cache.peft.resident_tasks(tier) == 0
+        cache.peft.add_request_peft(cache.request)
+        with cache.leased() as lease:
+            assert not lease.errors
+            assert cache.peft.stats.source_rereads == 1
+            for name, stored in cache.weights().items():
+                for one, other in zip(stored, before[name], strict=True):
+                    assert one is other is None or torch.equal(one, other)
+
+
+def test_packed_weights_are_whole_on_every_rank() -> None:
+    """Design 3.5: as TensorRT-LLM takes them, ranks cut them."""
+    dims = {"num_layers": 2, "hidden_size": 16, "mlp_hidden_size": 24, "num_heads": 4}
+    modules = ["attn_qkv", "attn_dense"]
+    whole = LoraModelConfig.from_dims(**dims, num_kv_heads=2, modules=modules)
+    rows = torch.randn(1, 4, 3 * (16 + 32), generator=torch.Generator().manual_seed(3))
+    rows[:, 1::2, 3 * (16 + 16) :] = 0
+    config = torch.tensor([[[0, 0, 3], [4, 0, 3], [0, 1, 3], [4, 1, 3]]], dtype=torch.int32)
+    digests = set()
+    for pp_rank, tp_rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        local = LoraModelConfig.from_dims(
+            **dims,
+            num_kv_heads=2,
+            modules=modules,
+            tp_size=2,
+            tp_rank=tp_rank,
+            pp_size=2,
+            pp_rank=pp_rank,
+        )
+        weights = AdapterWeights.from_packed(rows, config, local)
+        digests.add(weights.digest)
+        peft = PeftCacheManager(
+            local, PeftCacheConfig(host_cache_size=2**19, device_cache_size=2**19)
+        )
+        request = LlmRequest(1, lora_task_id=1, lora_weights=weights)
+        peft.add_request_peft(request)
+        assert peft.wait_idle()
+        stored = peft.task_weights(1, "host")
+        name = f"model.layers.{pp_rank}.self_attn."
+        assert list(stored) == [f"{name}qkv_proj", f"{name}o_proj"]
+        qkv, dense = rows[0, 2 * pp_rank], rows[0, 2 * pp_rank + 1]
+        b = qkv[48:].view(32, 3)[features_here("qkv_proj", 2, tp_rank)]
+        assert_same_rows(stored[f"{name}qkv_proj"], qkv[:48].view(3, 16), b)
+        a = dense[:48].view(3, 16)[:, features_here("o_proj", 2, tp_rank)]
+        assert_same_rows(stored[f"{name}o_proj"], a, dense[48:96].view(16, 3))
+        peft.mark_request_done(request)
+        peft.close()
+    assert digests == {AdapterWeights.from_packed(rows, config, whole).digest}
+
+
+@pytest.mark.parametrize("gives_whole", [True, False])
+@pytest.mark.parametrize("changed", [None, 3, VOCAB - 1])
+def test_a_copy_of_the_base_weight_is_compared_with_what_is_given_of_it(
+    tmp_path: Path, gives_whole: bool, changed: int | None
+) -> None:
+    """A rank that has its part alone sees changes there only."""
+    tensors = {n: t for n, t in random_adapter(WHOLE, 2, 13).items() if "embed_tokens" in n}
+    copy = base_weight("embed_tokens").T.contiguous()
+    if changed is not None:
+        copy[changed] += 1
+    tensors[f"{PREFIX}embed_tokens.base_layer.weight"] = copy
+    directory = save_adapter(tmp_path / "a", tensors, target_modules=["embed_tokens"], r=2)
+    for tp_rank in range(2):
+        local = rank_config(WHOLE, Parallel(2, tp_rank))
+        here = features_here("embed_tokens", 2, tp_rank)
+
+        def weights(name: str, here: torch.Tensor = here) -> torch.Tensor:
+            return base_weight(name) if gives_whole else base_weight(name)[:, here]
+
+        peft = PeftCacheManager(
+            local, PeftCacheConfig(host_cache_size=2**19, device_cache_size=2**19)
+        )
+        manager = LoraManager(local, peft, base_weights=weights)
+        if changed is not None and (gives_whole or changed in here):
+            with pytest.raises(UnsupportedAdapterError, match="differs from the one"):
+                manager.register("a", directory)
+        else:
+            assert manager.register("a", directory).report.verified == 1
         peft.close()
 
 

@@ -124,19 +124,16 @@ class BaseModel:
         return scale.numpy().tobytes()
 
     def _compare(self, module: BoundModule, adapter: BoundAdapter, read: Read, path: str) -> None:
-        """Refuses a copy of a weight that is not the base model's, in what is here of it."""
+        """Refuses a copy of a weight that is not the base model's; compares what is given of it."""
         copy = adapter.base_copies[module.name]
         problem = "and there are no base weights to compare it with: give LoraManager base_weights"
         if self._weights is not None:
             weight = self._weights(module.name)
             theirs = _read_tensor(copy, read)
-            if adapter.sharding is not None:
-                weight = adapter.sharding.weight_here(module.name, weight)
-                theirs = theirs.T if module.is_embedding else theirs
+            theirs = theirs.T if module.is_embedding else theirs
+            if adapter.sharding is not None and weight.shape != theirs.shape:
                 theirs = adapter.sharding.weight_here(module.name, theirs)
-                theirs = theirs.T if module.is_embedding else theirs
-            ours = weight.T if module.is_embedding else weight
-            if bool((ours.to("cpu", theirs.dtype) == theirs).all()):
+            if bool((weight.to("cpu", theirs.dtype) == theirs).all()):
                 return
             problem = "which differs from the one that is served"
         raise UnsupportedAdapterError(
