@@ -78,7 +78,7 @@ class AdapterWeights:
             weights: [1, rows, W] or [rows, W], float32, float16 or bfloat16, on the CPU. A row is
                 one module's A [rank, in_features], then its B [out_features, rank], flattened,
                 then zeros; W is the length of the longest row, or more. Always of the sizes of
-                the modules of `model_config`.
+                the whole modules, also where `model_config` is that of one rank.
             config: int32 [1, rows, 3 or 4] or [rows, 3 or 4], on the CPU. A row is (module id,
                 layer, rank), or (module id, layer, rank, 1 for DoRA and 0 for plain LoRA).
             model_config: Gives its modules TensorRT-LLM's ids: those of `from_module` and
