@@ -78,9 +78,6 @@ AdapterPlan::AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> 
   if (source_ == nullptr) {
     throw InvalidArgumentError("an adapter plan needs a source");
   }
-  if (rows_.empty()) {
-    throw InvalidArgumentError("an adapter without rows would answer like the base model");
-  }
   for (PlannedRow& row : rows_) {
     resolve_slices(config, row);
     check_row(config, row, source_->size_bytes());

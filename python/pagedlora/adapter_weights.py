@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
-from pagedlora.loaders.binding import bind, make_rows
+from pagedlora.loaders.binding import ZERO_BIAS, bind, dora_error
 from pagedlora.loaders.digest import ModuleContent, content_digest
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.packed import unpack
@@ -78,7 +78,7 @@ class AdapterWeights:
             weights: [1, rows, W] or [rows, W], float32, float16 or bfloat16, on the CPU. A row is
                 one module's A [rank, in_features], then its B [out_features, rank], flattened,
                 then zeros; W is the length of the longest row, or more. Always of the sizes of
-                the modules of `model_config`.
+                the whole modules, also where `model_config` is that of one rank.
             config: int32 [1, rows, 3 or 4] or [rows, 3 or 4], on the CPU. A row is (module id,
                 layer, rank), or (module id, layer, rank, 1 for DoRA and 0 for plain LoRA).
             model_config: Gives its modules TensorRT-LLM's ids: those of `from_module` and
@@ -128,15 +128,22 @@ class AdapterWeights:
                 needs the base model's weights.
         """
         if self._carried is None or self._carried[0] is not model_config:
-            source = _core.make_memory_source(self._buffer, _DESCRIPTION)
             adapter = bind(self._tensors, ModuleTable(model_config), _DESCRIPTION)
+            for module in adapter.modules:  # on every rank, whichever has the module
+                if module.vectors.magnitude is not None:
+                    raise dora_error(module.vectors.magnitude)
             for copy in adapter.base_copies.values():
                 raise UnsupportedAdapterError(
                     f"tensor '{copy.name:.200}' of the {_DESCRIPTION} is a copy of the base "
                     "model's weight, which cannot be compared here: leave it out",
                     field=copy.name,
                 )
-            plan = _core.AdapterPlan(model_config, make_rows(adapter.modules), source)
+            buffer, offsets = self._buffer, {}
+            if adapter.zero_bias_bytes:
+                offsets[ZERO_BIAS] = len(buffer)
+                buffer = buffer + bytes(adapter.zero_bias_bytes)
+            source = _core.make_memory_source(buffer, _DESCRIPTION)
+            plan = _core.AdapterPlan(model_config, adapter.rows(offsets), source)
             self._carried = (model_config, _core.CarriedWeights(plan, self._digest))
         return self._carried[1]
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pagedlora import _core
 from pagedlora.config import PeftCacheConfig
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.sharding import sharding_of
 from pagedlora.sizes import format_size
 
 ELEMENT_BYTES = {_core.Dtype.float32: 4, _core.Dtype.float16: 2, _core.Dtype.bfloat16: 2}
@@ -33,7 +34,12 @@ def cache_budgets(
         config: Its sizes in bytes, as a fraction, or in module layers.
         model_config: A module layer is one rank of its largest module, in its dtype.
         free_bytes: Memory of the device that is free at construction.
+
+    Raises:
+        InvalidArgumentError: The model is that of a tensor parallel rank, and the device tier would
+            be a fraction of the free memory.
     """
+    _check_same_on_all_ranks(config, model_config)
     host = config.host_cache_size
     if config.num_host_module_layer:
         host = config.num_host_module_layer * module_layer_bytes(model_config)
@@ -41,6 +47,17 @@ def cache_budgets(
     if config.num_device_module_layer:
         device = config.num_device_module_layer * module_layer_bytes(model_config)
     return CacheBudgets(host, device)
+
+
+def _check_same_on_all_ranks(config: PeftCacheConfig, model_config: _core.LoraModelConfig) -> None:
+    """Free memory differs by rank, and with it the number of pages, and what is evicted."""
+    sharding = sharding_of(model_config)
+    is_fraction = config.device_cache_size is None and not config.num_device_module_layer
+    if sharding is not None and sharding.parallel.tp_size > 1 and is_fraction:
+        raise InvalidArgumentError(
+            f"with tp_size {sharding.parallel.tp_size} the device cache cannot be a fraction of "
+            "the free memory, which differs by rank: give device_cache_size"
+        )
 
 
 def module_layer_bytes(model_config: _core.LoraModelConfig) -> int:

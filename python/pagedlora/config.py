@@ -111,7 +111,8 @@ class PeftCacheConfig(_Config):
         host_cache_size: Budget of the host tier in bytes; never exceeded.
         device_cache_size: Budget of the device tier in bytes; excludes `device_cache_percent`.
         device_cache_percent: Budget of the device tier as a fraction (0.02 is 2 %) of the memory
-            free at construction. None: 0.02, unless `device_cache_size` is given.
+            free at construction. None: 0.02, unless `device_cache_size` is given. Not for ranks of
+            a tensor parallel group: what is free differs between them.
         max_lora_rank: Largest rank of any adapter; None follows `LoraConfig`.
         dtype: Type in which adapters are kept; "auto" is the model's.
         page_size: Bytes of a page; "auto" searches the size that wastes least for the model,

@@ -79,7 +79,8 @@ class LoraManager:
         """Starts with the names of `lora_dir`; parses nothing.
 
         Args:
-            model_config: The one that the cache manager was made for.
+            model_config: The one that the cache manager was made for. That of one rank of
+                several: adapters are whole nevertheless, and the rank's part of them is loaded.
             cache_manager: Gets a task per generation.
             adapter_root: A directory that sources must lie in: they are relative to it, or
                 absolute and inside. None: sources may be anywhere.
@@ -90,7 +91,8 @@ class LoraManager:
             base_weights: Gives the base model's weights by module name, `[out_features,
                 in_features]`; `ModelWeights(model)` is one. DoRA adapters need them, as do
                 adapters whose files repeat the weight of an embedding: both are read when they are
-                registered. None: they are refused.
+                registered. None: they are refused. On a rank of several the weights of the
+                rank do, but for DoRA on modules that are split by inputs, which needs whole ones.
             fused_modules: Lets adapters for parts fit fused modules of the model, and adapters for
                 fused modules fit parts: `{"qkv_proj": {"q_proj": 2048, "k_proj": 512, "v_proj":
                 512}}`, the parts in their order with their outputs. None: names must be the

@@ -217,5 +217,16 @@ TEST(AdapterPlanSlicesTest, SortsRowsByModuleAndOutputs) {
   EXPECT_EQ(plan.row_shapes()[1], (RowShape{ModuleIndex{0}, 2, {0, 8}, {6, 2}}));
 }
 
+// Of an adapter whose modules are all on other ranks of a pipeline.
+TEST(AdapterPlanSlicesTest, NoRowsTakeNoPages) {
+  const LoraModelConfig config = config_of({{8, 8}});
+  const auto source = std::make_shared<FakeSource>(std::vector<std::byte>(64));
+  const AdapterPlan plan(config, {}, source);
+  EXPECT_TRUE(plan.rows().empty());
+  const Layout layout(config, plan.row_shapes(), {.page_bytes = 1024, .element_bytes = 4});
+  EXPECT_EQ(layout.num_pages(), 0U);
+  EXPECT_EQ(layout.payload_bytes(), 0U);
+}
+
 }  // namespace
 }  // namespace pagedlora

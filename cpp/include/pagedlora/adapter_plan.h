@@ -56,11 +56,12 @@ struct PlannedRow {
 
 class AdapterPlan {
  public:
-  // Sorts the rows by module and slice, and writes out the lengths of slices. Throws
-  // InvalidArgumentError for no rows, an unknown module, a slice beyond a module, two rows for the
-  // same inputs and outputs, a rank outside 1..config.max_lora_rank(), a scale that is not finite,
-  // rows of a matrix that overlap, a matrix or vector beyond the end of the source, or a row with a
-  // dora_scale that shares outputs with another row.
+  // Sorts the rows by module and slice, and writes out the lengths of slices. No rows are possible:
+  // on a rank of a pipeline an adapter may touch none of the modules; it takes no pages there. Throws
+  // InvalidArgumentError for an unknown module, a slice beyond a module, two rows for the same inputs
+  // and outputs, a rank outside 1..config.max_lora_rank(), a scale that is not finite, rows of a
+  // matrix that overlap, a matrix or vector beyond the end of the source, or a row with a dora_scale
+  // that shares outputs with another row.
   // With `checks_values`, the first read of the source refuses NaN, infinity, and what is infinity
   // in the cache's type.
   AdapterPlan(const LoraModelConfig& config, std::vector<PlannedRow> rows,

@@ -2,59 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from pagedlora import _core
 from pagedlora.errors import UnsupportedAdapterError
+from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.coverage import CoverageReport, counted
 from pagedlora.loaders.fused_modules import Part, renamed
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.rows import AdapterModule, AdapterTensors
+from pagedlora.loaders.shards import local_modules
 from pagedlora.loaders.stored import (
     DTYPES,
     MatrixPair,
     ModuleVectors,
     StoredTensor,
-    element_bytes,
+    rows_of,
     tensor_error,
 )
 from pagedlora.loaders.tensor_names import AmbiguousNameError, renamings
+from pagedlora.sharding import Sharding
 
-
-def row_label(name: str, out_slice: tuple[int, int] | None) -> str:
-    """A module's name, with its outputs [first:end] if not all are meant."""
-    return name if out_slice is None else f"{name}[{out_slice[0]}:{sum(out_slice)}]"
-
-
-class BoundModule(NamedTuple):
-    """One module of an adapter, as a model has it.
-
-    Attributes:
-        module_index: Of the model's module.
-        name: The model's.
-        scale: The factor of B A x.
-        pair: Its matrices, which fit.
-        vectors: Its other tensors, which fit.
-        is_embedding: As in `AdapterModule`.
-        out_slice: First and number of the outputs that it is for; None: all.
-    """
-
-    module_index: int
-    name: str
-    scale: float
-    pair: MatrixPair
-    vectors: ModuleVectors = ModuleVectors()
-    is_embedding: bool = False
-    out_slice: tuple[int, int] | None = None
-
-    @property
-    def label(self) -> str:
-        """The name, and which of its outputs, if not all: no two modules have the same."""
-        return row_label(self.name, self.out_slice)
+ZERO_BIAS = "(zeros)"
+"""In offsets: the zeros that stand for biases which other ranks add; no module's label."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +35,32 @@ class BoundAdapter:
 
     Attributes:
         modules: One for each module of the adapter, or for each part of a fused one that the model
-            has split.
+            has split; whole.
+        local: What this rank loads of them: the same, unless the model is sharded.
         report: What became of its tensors.
         base_copies: The model's name of a module to a tensor that must be its weight in the base
             model, of the same shape.
+        sharding: What of the model is on this rank; None: all.
     """
 
     modules: tuple[BoundModule, ...]
+    local: tuple[BoundModule, ...]
     report: CoverageReport
     base_copies: Mapping[str, StoredTensor] = field(default_factory=dict)
+    sharding: Sharding | None = None
 
-    def rows(self, dora_offsets: Mapping[str, int] | None = None) -> list[_core.PlannedRow]:
+    @property
+    def zero_bias_bytes(self) -> int:
+        """Bytes of zeros that `rows` needs at `ZERO_BIAS`."""
+        return max((4 * m.pair.b.shape[0] for m in self.local if m.has_zero_bias), default=0)
+
+    def rows(self, offsets: Mapping[str, int] | None = None) -> list[_core.PlannedRow]:
         """As `make_rows`; not to be changed."""
-        return make_rows(self.modules, dora_offsets) if dora_offsets else self._plain_rows
+        return make_rows(self.local, offsets) if offsets else self._plain_rows
 
     @cached_property
     def _plain_rows(self) -> list[_core.PlannedRow]:
-        return make_rows(self.modules)
+        return make_rows(self.local)
 
 
 def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter:
@@ -114,6 +95,8 @@ def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter
     _check_overlaps(modules.values(), path)
     if adapter.adapter_name:
         changes.extend([f"adapter name '{adapter.adapter_name:.80}' taken away"] * len(modules))
+    whole = tuple(modules.values())
+    local = whole if table.sharding is None else local_modules(whole, table.sharding)
     report = CoverageReport(
         used=adapter.num_tensors,
         renamed=counted(changes),
@@ -121,23 +104,25 @@ def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter
         missing=_count_missing(adapter, modules.values(), table, path),
         casts=_casts(modules.values(), table),
         verified=len(adapter.base_copies),
+        elsewhere=_count_elsewhere(whole, table),
     )
-    return BoundAdapter(tuple(modules.values()), report, base_copies)
+    return BoundAdapter(whole, local, report, base_copies, table.sharding)
 
 
 def make_rows(
-    modules: Iterable[BoundModule], dora_offsets: Mapping[str, int] | None = None
+    modules: Iterable[BoundModule], offsets: Mapping[str, int] | None = None
 ) -> list[_core.PlannedRow]:
     """The rows of a load plan, one for each module.
 
     Args:
         modules: Of an adapter that fits a model.
-        dora_offsets: Label of a module to where its DoRA scale lies in the source.
+        offsets: Where something behind the adapter's own bytes lies in the source: label of a
+            module to its DoRA scale, `ZERO_BIAS` to the zeros of biases that other ranks add.
 
     Raises:
         UnsupportedAdapterError: A module has a magnitude and no DoRA scale.
     """
-    return [_make_row(module, dora_offsets or {}) for module in modules]
+    return [_make_row(module, offsets or {}) for module in modules]
 
 
 def check_rank(rank: int, max_lora_rank: int, path: str) -> None:
@@ -154,15 +139,14 @@ def check_rank(rank: int, max_lora_rank: int, path: str) -> None:
         )
 
 
-def _make_row(module: BoundModule, dora_offsets: Mapping[str, int]) -> _core.PlannedRow:
+def _make_row(module: BoundModule, offsets: Mapping[str, int]) -> _core.PlannedRow:
     a, b = module.pair
     bias, magnitude = module.vectors
-    if magnitude is not None and module.label not in dora_offsets:
-        raise UnsupportedAdapterError(
-            f"tensor '{magnitude.name:.200}' belongs to use_dora=True, which needs the norms of "
-            "the base model's weights: give LoraManager base_weights, and register the adapter",
-            field="use_dora",
-        )
+    if magnitude is not None and module.label not in offsets:
+        raise dora_error(magnitude)
+    bias_at = None if bias is None else (bias.offset, DTYPES[bias.dtype])
+    if module.has_zero_bias:
+        bias_at = (offsets[ZERO_BIAS], _core.Dtype.float32)
     return _core.PlannedRow(
         module.module_index,
         module.pair.rank,
@@ -172,9 +156,27 @@ def _make_row(module: BoundModule, dora_offsets: Mapping[str, int]) -> _core.Pla
         b.offset,
         DTYPES[b.dtype],
         out_slice=module.out_slice or (0, 0),
-        bias=None if bias is None else (bias.offset, DTYPES[bias.dtype]),
-        dora_scale_offset=dora_offsets.get(module.label),
+        a_row_stride=module.a_row_stride,
+        bias=bias_at,
+        dora_scale_offset=offsets.get(module.label),
     )
+
+
+def dora_error(magnitude: StoredTensor) -> UnsupportedAdapterError:
+    """Why weights with DoRA cannot be carried by a request."""
+    return UnsupportedAdapterError(
+        f"tensor '{magnitude.name:.200}' belongs to use_dora=True, which needs the norms of the "
+        "base model's weights: give LoraManager base_weights, and register the adapter",
+        field="use_dora",
+    )
+
+
+def _count_elsewhere(modules: Iterable[BoundModule], table: ModuleTable) -> int:
+    """Modules of an adapter that are on other pipeline ranks."""
+    if table.sharding is None:
+        return 0
+    shards = table.sharding.shards
+    return sum(shards[module.module_index] is None for module in modules)
 
 
 def _count_missing(
@@ -309,21 +311,14 @@ def _bind_cut(
     first = 0
     for name, out in zip(names, outs, strict=True):
         _check_pair(module.pair, table.sizes[name].in_features, sum(outs), table, path)
-        pair = MatrixPair(module.pair.a, _rows_of(module.pair.b, first, out))
+        pair = MatrixPair(module.pair.a, rows_of(module.pair.b, first, out))
         vectors = ModuleVectors(
-            *(None if vector is None else _rows_of(vector, first, out) for vector in module.vectors)
+            *(None if vector is None else rows_of(vector, first, out) for vector in module.vectors)
         )
         index = table.sizes[name].module_index
         bound.append(BoundModule(index, name, module.scale, pair, vectors))
         first += out
     return bound
-
-
-def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
-    row_bytes = math.prod(tensor.shape[1:]) * element_bytes(tensor.dtype)
-    return tensor._replace(
-        shape=[count, *tensor.shape[1:]], offset=tensor.offset + first * row_bytes
-    )
 
 
 def _check_pair(

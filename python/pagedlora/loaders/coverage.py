@@ -19,6 +19,7 @@ class CoverageReport:
         missing: Modules that the configuration targets and for which there are no tensors: they
             answer like the base model, as in PEFT.
         verified: Tensors that repeat weights of the base model, and were compared with them.
+        elsewhere: Modules of the adapter that other pipeline ranks load, not this one.
         casts: Stored type, type in the cache, and tensors that are cast so.
     """
 
@@ -28,6 +29,7 @@ class CoverageReport:
     missing: int = 0
     casts: tuple[tuple[str, str, int], ...] = ()
     verified: int = 0
+    elsewhere: int = 0
 
 
 def counted(items: Iterable[str]) -> tuple[tuple[str, int], ...]:

@@ -27,7 +27,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from pagedlora.loaders.binding import BoundModule, row_label
+from pagedlora.loaders.bound import BoundModule, row_label
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.stored import MatrixPair, ModuleVectors, StoredTensor, element_bytes
 from pagedlora.loaders.values import ValueCheck

@@ -72,7 +72,7 @@ def make_plan(
     adapter: BoundAdapter,
     table: ModuleTable,
     source: _core.TensorSource,
-    dora_offsets: Mapping[str, int] | None = None,
+    offsets: Mapping[str, int] | None = None,
     *,
     checks_values: bool = True,
 ) -> _core.AdapterPlan:
@@ -82,11 +82,11 @@ def make_plan(
         adapter: As the model has it.
         table: The model's modules.
         source: Has its tensors.
-        dora_offsets: As in `BoundAdapter.rows`.
+        offsets: As in `BoundAdapter.rows`.
         checks_values: Whether the first read refuses NaN, infinity and values over the range of the
             cache's type.
     """
-    return _core.AdapterPlan(table.config, adapter.rows(dora_offsets), source, checks_values)
+    return _core.AdapterPlan(table.config, adapter.rows(offsets), source, checks_values)
 
 
 def open_peft_directory(

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from pagedlora import _core
 from pagedlora.loaders.fused_modules import FusedModules, FusedNames
 from pagedlora.loaders.tensor_names import NameMatcher
+from pagedlora.sharding import sharding_of, whole_modules
 
 
 class ModuleSizes(NamedTuple):
-    """One module: its index in the configuration, and how many features go in and come out.
+    """One module: its index in the model, and how many features go in and come out.
 
     An embedding's in_features are its vocabulary. `is_in_layer`: whether it belongs to a layer.
     """
@@ -23,7 +24,7 @@ class ModuleSizes(NamedTuple):
 
 
 class ModuleTable:
-    """The modules by name; immutable.
+    """The modules of the whole model by name, also where `config` is that of one rank; immutable.
 
     Made once per model: the configuration copies its modules whenever it is asked for them, and
     every attribute of a native object costs a call.
@@ -35,9 +36,10 @@ class ModuleTable:
         matcher: Finds modules by the names that files have for them.
         fused: Which modules other models have fused or split.
         max_lora_rank: The configuration's.
+        sharding: What of the model is on this rank; None: all.
     """
 
-    __slots__ = ("config", "fused", "matcher", "max_lora_rank", "names", "sizes")
+    __slots__ = ("config", "fused", "matcher", "max_lora_rank", "names", "sharding", "sizes")
 
     def __init__(self, config: _core.LoraModelConfig, fused: FusedModules | None = None) -> None:
         """Takes what is needed of a configuration.
@@ -47,7 +49,8 @@ class ModuleTable:
         """
         self.config = config
         self.max_lora_rank = config.max_lora_rank
-        modules = config.modules
+        self.sharding = sharding_of(config)
+        modules = whole_modules(config)
         self.names = tuple(module.name for module in modules)
         self.sizes = {
             module.name: ModuleSizes(

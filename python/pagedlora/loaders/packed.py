@@ -13,6 +13,7 @@ from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
 from pagedlora.loaders.binding import check_rank
 from pagedlora.loaders.stored import TORCH_DTYPES
+from pagedlora.sharding import whole_modules
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +145,7 @@ def _pairs(
 def _modules_by_id(model_config: _core.LoraModelConfig) -> _ModulesById:
     """Module id and layer to the modules that have both; usually one."""
     modules: _ModulesById = {}
-    for module in model_config.modules:
+    for module in whole_modules(model_config):
         if module.module_id >= 0 and module.layer_id >= 0:
             modules.setdefault((module.module_id, module.layer_id), []).append(module)
     return modules

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from pagedlora import _core
@@ -66,6 +67,14 @@ class ModuleVectors(NamedTuple):
 def element_bytes(dtype: str) -> int:
     """Bytes of an element of a possible type, as safetensors spells it."""
     return _ELEMENT_BYTES[dtype]
+
+
+def rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
+    """Some neighbouring rows of a tensor that lies row by row."""
+    row_bytes = math.prod(tensor.shape[1:]) * element_bytes(tensor.dtype)
+    return tensor._replace(
+        shape=[count, *tensor.shape[1:]], offset=tensor.offset + first * row_bytes
+    )
 
 
 def tensor_error(path: str, tensor: str, problem: str) -> AdapterFormatError:

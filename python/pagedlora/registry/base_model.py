@@ -12,7 +12,8 @@ from pagedlora import _core
 from pagedlora.base_weights import BaseWeights, SizesOnly
 from pagedlora.dora import dora_scale, squared_row_norms
 from pagedlora.errors import UnsupportedAdapterError
-from pagedlora.loaders.binding import BoundAdapter, BoundModule
+from pagedlora.loaders.binding import ZERO_BIAS, BoundAdapter
+from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.source_file import SourceFile
 from pagedlora.loaders.stored import StoredTensor
 
@@ -52,8 +53,8 @@ class BaseModel:
             source: The same, as the core reads it.
 
         Returns:
-            The source with the scales of DoRA behind it, and label of a module to where its scale
-            lies.
+            The source with the scales of DoRA and zeros for biases behind it, and where they lie,
+            as `make_rows` takes it.
 
         Raises:
             UnsupportedAdapterError: It is DoRA or repeats weights of the base model, and there are
@@ -61,58 +62,78 @@ class BaseModel:
             AdapterFormatError: A scale of DoRA is not finite.
             PagedLoraError: The file cannot be read, or the scratch file not be written.
         """
-        with_dora = [module for module in adapter.modules if module.vectors.magnitude is not None]
-        if not with_dora and not adapter.base_copies:
-            return source, {}
+        self._check_dora(adapter, file.path)
+        with_dora = [module for module in adapter.local if module.vectors.magnitude is not None]
+        behind = (
+            [] if not adapter.zero_bias_bytes else [(ZERO_BIAS, bytes(adapter.zero_bias_bytes))]
+        )
         if isinstance(self._weights, SizesOnly):
-            scales = [bytes(4 * module.pair.b.shape[0]) for module in with_dora]
-            return self._behind(source, with_dora, scales)
-        with file.open() as read:
-            for module in adapter.modules:
-                if module.name in adapter.base_copies:
-                    self._compare(module, adapter.base_copies[module.name], read, file.path)
-            scales = [self._dora_scale(module, read, file.path) for module in with_dora]
-        return self._behind(source, with_dora, scales)
+            behind += [(m.label, bytes(4 * m.pair.b.shape[0])) for m in with_dora]
+        elif with_dora or adapter.base_copies:
+            with file.open() as read:
+                # Without weights it is refused on every rank, whichever has the module.
+                for module in adapter.modules if self._weights is None else adapter.local:
+                    if module.name in adapter.base_copies:
+                        self._compare(module, adapter, read, file.path)
+                behind += [
+                    (m.label, self._dora_scale(m, adapter, read, file.path)) for m in with_dora
+                ]
+        return self._behind(source, behind)
 
     def _behind(
-        self, source: _core.TensorSource, modules: list[BoundModule], scales: list[bytes]
+        self, source: _core.TensorSource, vectors: list[tuple[str, bytes]]
     ) -> tuple[_core.TensorSource, dict[str, int]]:
-        """The scales of these modules behind a source, as `prepare` returns them."""
-        if not scales:
+        """These vectors of float32 behind a source, as `prepare` returns them."""
+        if not vectors:
             return source, {}
         offsets: dict[str, int] = {}
         end = source.size_bytes
-        for module, scale in zip(modules, scales, strict=True):
-            offsets[module.label] = end
-            end += len(scale)
-        piece = self._scratch_file().append(b"".join(scales))
+        for label, vector in vectors:
+            offsets[label] = end
+            end += len(vector)
+        piece = self._scratch_file().append(b"".join(vector for _, vector in vectors))
         return _core.source_with_tail(source, piece), offsets
 
-    def _dora_scale(self, module: BoundModule, read: Read, path: str) -> bytes:
-        magnitude = module.vectors.magnitude
-        assert magnitude is not None
-        if self._weights is None:
+    def _check_dora(self, adapter: BoundAdapter, path: str) -> None:
+        """Refuses DoRA without base weights: on every rank, whichever has the modules."""
+        uses_dora = any(module.vectors.magnitude is not None for module in adapter.modules)
+        if uses_dora and self._weights is None:
             raise UnsupportedAdapterError(
                 f"'{path}' has use_dora=True, which needs the norms of the base model's weights: "
                 "give LoraManager base_weights (an LLM does)",
                 field="use_dora",
             )
-        a, b = (_read_tensor(tensor, read).float() for tensor in module.pair)
+
+    def _dora_scale(
+        self, module: BoundModule, adapter: BoundAdapter, read: Read, path: str
+    ) -> bytes:
+        magnitude = module.vectors.magnitude
+        assert magnitude is not None
+        assert self._weights is not None
         weight = self._weights(module.name)
+        if module.whole_a is not None:
+            _check_whole(weight, module, path)
+        elif adapter.sharding is not None:
+            weight = adapter.sharding.weight_here(module.name, weight)
         if module.out_slice is not None:
             weight = weight.narrow(0, *module.out_slice)
+        a = _read_tensor(module.whole_a or module.pair.a, read).float()
+        b = _read_tensor(module.pair.b, read).float()
         norms = squared_row_norms(weight, a, b, module.scale)
         scale = dora_scale(_read_tensor(magnitude, read), norms, module.label, path)
         return scale.numpy().tobytes()
 
-    def _compare(self, module: BoundModule, copy: StoredTensor, read: Read, path: str) -> None:
-        """Refuses a copy of a weight that is not the base model's."""
+    def _compare(self, module: BoundModule, adapter: BoundAdapter, read: Read, path: str) -> None:
+        """Refuses a copy of a weight that is not the base model's; compares what is given of it."""
+        copy = adapter.base_copies[module.name]
         problem = "and there are no base weights to compare it with: give LoraManager base_weights"
         if self._weights is not None:
             weight = self._weights(module.name)
-            ours = weight.T if module.is_embedding else weight
             theirs = _read_tensor(copy, read)
-            if bool((ours.to("cpu", theirs.dtype) == theirs).all()):
+            theirs = theirs.T if module.is_embedding else theirs
+            if adapter.sharding is not None and weight.shape != theirs.shape:
+                theirs = adapter.sharding.weight_here(module.name, theirs)
+            if bool((weight.to("cpu", theirs.dtype) == theirs).all()):
                 return
             problem = "which differs from the one that is served"
         raise UnsupportedAdapterError(
@@ -126,6 +147,20 @@ class BaseModel:
             if self._scratch is None:
                 self._scratch = _core.ScratchFile(tempfile.gettempdir())
             return self._scratch
+
+
+def _check_whole(weight: torch.Tensor, module: BoundModule, path: str) -> None:
+    """The norms need all columns; a rank of a module that is cut by input has some of them."""
+    assert module.whole_a is not None
+    needed = (module.pair.b.shape[0], module.whole_a.shape[1])
+    if tuple(weight.shape) != needed:
+        raise UnsupportedAdapterError(
+            f"'{path}' has use_dora=True for module '{module.name}', which is split by its inputs: "
+            f"its norms need the whole weight {list(needed)}, and base_weights gives "
+            f"{list(weight.shape)}. Way out: give base_weights that reads whole weights, from the "
+            "checkpoint",
+            field="use_dora",
+        )
 
 
 def _read_tensor(tensor: StoredTensor, read: Read) -> torch.Tensor:

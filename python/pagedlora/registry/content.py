@@ -99,8 +99,8 @@ def parse_adapter(
     for note in adapter.report.ignored:
         warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
-    whole, dora_offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
-    plan = make_plan(adapter, table, whole, dora_offsets, checks_values=options.check_values)
+    whole, offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
+    plan = make_plan(adapter, table, whole, offsets, checks_values=options.check_values)
     real_path = os.path.realpath(path)
     real_path = path if real_path == path else real_path  # one string for both
     content = AdapterContent(directory, real_path, shape.rows, adapter.report)

@@ -184,13 +184,13 @@ def _one_row_further(tensor: StoredTensor, first: int, count: int) -> StoredTens
 
 
 _PART = FusedNames.part
-_ROWS_OF = binding._rows_of
+_ROWS_OF = binding.rows_of
 
 
 FAULTS: list[tuple[str, Any, str, Any]] = [
     ("split on fused", FusedNames, "part", _parts_swapped),
-    ("fused on split", binding, "_rows_of", _one_row_further),
-    ("fused DoRA on split", binding, "_rows_of", _one_row_further),
+    ("fused on split", binding, "rows_of", _one_row_further),
+    ("fused DoRA on split", binding, "rows_of", _one_row_further),
 ]
 
 
