@@ -112,6 +112,21 @@ def test_s3_an_older_new_one_displaces_a_running_equal_only_past_the_bound(
     assert output.suspended == ([younger] if is_past_bound else [])
 
 
+def test_s3_past_the_bound_a_younger_new_one_takes_nothing_from_an_older_one_that_runs() -> None:
+    peft = PeftKind("recorded")
+    bench = Bench(peft, num_blocks=3)
+    older = bench.add("A", prompt=7)
+    bench.step()
+    younger = bench.add("B", prompt=8)
+    bench.schedule()
+    record = bench.scheduler._records.get(younger)
+    assert record is not None
+    record.was_skipped(max_skip_passes=1)
+    output = bench.step()
+    assert names_in(output) == ids(older)
+    assert not output.suspended
+
+
 def test_the_older_one_that_runs_takes_the_blocks_of_the_younger() -> None:
     bench = Bench(None, num_blocks=5)
     older, younger = (bench.add(prompt=prompt, max_tokens=13) for prompt in (5, 7))
