@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from pagedlora import _core
-from pagedlora.errors import AdapterPathError, InvalidArgumentError
+from pagedlora.errors import AdapterNotFoundError, AdapterPathError, InvalidArgumentError
 
 
 class SourcePath(NamedTuple):
@@ -50,11 +50,25 @@ class SourcePath(NamedTuple):
 
         Raises:
             AdapterPathError: It leads out of the root.
-            AdapterNotFoundError: It leads nowhere beneath the root.
+            AdapterNotFoundError: It leads nowhere beneath the root, or changed meanwhile.
         """
         if self.root is not None:
             self.root.check(self.path)
-        return os.path.realpath(self.path)
+        return without_links(self.path)
+
+
+def without_links(path: str) -> str:
+    """The path that links lead to, as far as it exists.
+
+    Raises:
+        AdapterNotFoundError: A link was taken away while it was followed.
+    """
+    try:
+        return os.path.realpath(path)
+    except OSError as error:
+        raise AdapterNotFoundError(
+            f"'{path}' changed while it was looked at: {error.strerror}", name=path
+        ) from error
 
 
 def to_path(value: object, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -251,6 +252,25 @@ def test_a_link_swapped_in_while_registering_never_leads_outside(
             if "x" in manager.names:
                 manager.unload("x", timeout_s=0)
     assert all(outcomes.values())
+
+
+def test_a_link_that_is_gone_while_it_is_followed(
+    small_cache: Cache, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "link").symlink_to("a")
+    manager = LoraManager(small_cache.config, small_cache.peft)
+
+    def gone(path: object, **_: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", gone)
+        for call in (manager.register, manager.load):
+            with pytest.raises(AdapterNotFoundError, match="changed while it was looked at"):
+                call("x", root / "link")
+    assert manager.names == ()
+    manager.load("x", root / "link")
+    check_content(small_cache, manager, "x", INSIDE)
 
 
 def test_a_directory_whose_name_is_no_text(small_cache: Cache, root: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from pagedlora import _core
@@ -14,7 +13,7 @@ from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import AdapterShape, ShapeCache, shape_key
 from pagedlora.loaders.values import ValueCheck
-from pagedlora.paths import SourcePath
+from pagedlora.paths import SourcePath, without_links
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 
@@ -101,7 +100,7 @@ def parse_adapter(
     group = _core.SourceGroup(directory.source)
     whole, offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
     plan = make_plan(adapter, table, whole, offsets, checks_values=options.check_values)
-    real_path = os.path.realpath(path)
+    real_path = without_links(path)
     real_path = path if real_path == path else real_path  # one string for both
     content = AdapterContent(directory, real_path, shape.rows, adapter.report)
     return content, plan, group

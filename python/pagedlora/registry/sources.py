@@ -6,7 +6,7 @@ import os
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
-from pagedlora.paths import SourcePath, is_possible_path, to_path
+from pagedlora.paths import SourcePath, is_possible_path, to_path, without_links
 from pagedlora.registry.lora_dir import LoraDirectory
 
 
@@ -69,7 +69,7 @@ class Sources:
         if name not in self.listed:
             return
         listed = self.find_listed(name)
-        if listed is not None and os.path.realpath(listed.path) != place.real_path():
+        if listed is not None and without_links(listed.path) != place.real_path():
             raise InvalidArgumentError(
                 f"adapter '{name}' is already in lora_dir, at '{listed.path}': use another name"
             )
