@@ -91,8 +91,9 @@ takes adapters for the fused module. Other names: `LoraManager(fused_modules=...
 
 Weights are read from `adapter_model.safetensors`: float32, bfloat16 or float16, cast to the \
 cache's type. NaN, infinity, and values over the range of the cache's type are refused when the \
-content is first read as a whole: by `load`, `pin`, `reload` and `cache_salt`; an adapter that was \
-only registered is read by its first request, which checks the range of float16 alone.
+content is first read: by `load`, `pin`, `reload` and `cache_salt`, or for the first request of an \
+adapter that was only registered, which fails then. On a rank of several the latter looks at the \
+rank's own part.
 
 `adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
 `torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
