@@ -359,8 +359,9 @@ void ScatterPlan::check_values(const Window& window, std::span<const std::byte> 
                                    "has values that are NaN or infinite");
         case internal::ValueProblem::over_range:
           throw AdapterFormatError(plan_.source()->description(), label(matrix),
-                                   "has values over the range of the cache's type; use "
-                                   "dtype=\"float32\" for the cache");
+                                   "has values over the range of the cache's type, " +
+                                       std::string(dtype_name(target)) +
+                                       "; use dtype=\"float32\" for the cache");
       }
     }
   }

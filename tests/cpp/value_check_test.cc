@@ -60,7 +60,7 @@ TEST(ValueCheck, judges_float32_at_every_limit) {
     }
   }
   for (int i = 0; i < 100000; ++i) {
-    patterns.push_back(rng());
+    patterns.push_back(static_cast<std::uint32_t>(rng()));
   }
   for (const Dtype target : kDtypes) {
     for (const std::uint32_t pattern : patterns) {

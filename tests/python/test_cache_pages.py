@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.support.adapters import (
 )
 from tests.support.cache_fixtures import Cache, add_and_wait
 
-from pagedlora import AdapterFormatError, LlmRequest
+from pagedlora import AdapterFormatError, LlmRequest, LoraManager
 
 MakeCache = Callable[..., Cache]
 
@@ -34,6 +35,12 @@ def make_resident(cache: Cache, directory: Path) -> tuple[LlmRequest, Any]:
     request = cache.request(1, "adapter")
     add_and_wait(cache.peft, request)
     return request, cache.peft.ensure_batch([request], [])
+
+
+def unchecked(cache: Cache) -> Cache:
+    """The same, whose registry takes values that no adapter should have."""
+    adapters = LoraManager(cache.config, cache.peft, check_values=False)
+    return replace(cache, adapters=adapters)
 
 
 # ---- entries -----------------------------------------------------------------------------------
@@ -162,7 +169,7 @@ def cast_cache(make_cache: MakeCache, dtype: torch.dtype, values: torch.Tensor) 
     width = 2**14 - 24  # of no vector length
     rank = -(-values.numel() // width)
     pages = 4 * width * (rank + 8) * dtype.itemsize // 2**18 + 4
-    return make_cache(
+    cache = make_cache(
         dtype,
         shapes={"proj": (width, width)},
         num_layers=1,
@@ -171,6 +178,7 @@ def cast_cache(make_cache: MakeCache, dtype: torch.dtype, values: torch.Tensor) 
         host_pages=pages,
         device_pages=pages,
     )
+    return unchecked(cache)
 
 
 def padded(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -213,12 +221,15 @@ def test_every_nan_becomes_the_canonical_one_when_cast(
     assert set(actual.view(bits).tolist()) == {torch.iinfo(bits).max}
 
 
+@pytest.mark.parametrize("is_checked", [True, False])
 @pytest.mark.parametrize("value", [65520.0, -65520.0, 1e5, 3e38])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 def test_a_finite_value_beyond_float16_is_refused(
-    make_cache: MakeCache, tmp_path: Path, stored: torch.dtype, value: float
+    make_cache: MakeCache, tmp_path: Path, stored: torch.dtype, value: float, *, is_checked: bool
 ) -> None:
+    """By whoever copies it, also where nobody checks values before."""
     cache = make_cache(torch.float16)
+    cache = cache if is_checked else unchecked(cache)
     tensors = adapter_tensors(cache.config.modules, 4, 1, dtype=stored)
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     tensors[name][103, 3] = value
@@ -231,7 +242,7 @@ def test_a_finite_value_beyond_float16_is_refused(
 
 
 def test_values_just_inside_float16_are_kept(make_cache: MakeCache, tmp_path: Path) -> None:
-    cache = make_cache(torch.float16)
+    cache = unchecked(make_cache(torch.float16))
     tensors = adapter_tensors(cache.config.modules, 4, 1)
     for tensor in tensors.values():
         tensor.view(-1)[:4] = torch.tensor([65504.0, 65519.99, -65519.99, float("inf")])
