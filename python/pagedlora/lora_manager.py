@@ -121,12 +121,11 @@ class LoraManager:
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
         options = LoadOptions(strict, allow_pickle, check_values)
-        self._shapes = ShapeCache()
-        parts = RegistryParts(
+        self._parts = parts = RegistryParts(
             table,
             options,
             BaseModel(base_weights),
-            self._shapes,
+            ShapeCache(),
             self._lock,
             self._generations,
             self._names,

@@ -130,7 +130,7 @@ def test_a_map_that_does_not_add_up_is_refused_where_it_is_used(
 
 
 def test_without_a_map_names_must_be_the_models(fused: LoraManager, tmp_path: Path) -> None:
-    plain = LoraManager(fused._loader._table.config, fused._cache)
+    plain = LoraManager(fused._parts.table.config, fused._cache)
     with pytest.raises(AdapterFormatError, match="which the model does not have"):
         plain.register("a", write(tmp_path, tensors(q=(2, 8))))
 

@@ -33,7 +33,7 @@ from pagedlora import (
     _core,
 )
 from pagedlora.engine.adapter_names import AdapterNames
-from pagedlora.registry import loads
+from pagedlora.registry import parts
 from pagedlora.registry.content import parse_adapter
 from pagedlora.requests import LoRARequest
 
@@ -256,7 +256,7 @@ def test_threads_that_ask_first_at_once_share_the_name(
         everybody.wait(60)
         return parsed
 
-    monkeypatch.setattr(loads, "parse_adapter", parse_together)
+    monkeypatch.setattr(parts, "parse_adapter", parse_together)
     calls = [Call(manager.task_id, "sql") for _ in range(4)]
     assert {call.result() for call in calls} == {manager.task_id("sql")}
     assert manager.names == ("sql",)

@@ -325,7 +325,7 @@ def test_the_scratch_file_does_not_grow_with_reloads(adapters: LoraManager, tmp_
             adapters.register("a", directory)
         else:
             adapters.reload("a", directory)
-    scratch = adapters._loader._base._scratch
+    scratch = adapters._parts.base._scratch
     assert scratch is not None
     assert scratch.used_bytes <= 2 * 4096  # blocks of a file system: one piece, and one being read
 

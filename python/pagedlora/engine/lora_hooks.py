@@ -85,11 +85,17 @@ class _Hook:
         self._dtype = torch.float32
         self._core_dtype = to_core_dtype(torch.float32)
 
-    def _no_input(self) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"module '{self._name}' was called without its input as first argument or as "
-            "'input'. Leave the module out of the target modules"
-        )
+    def _input(
+        self, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What the module was called with."""
+        given = args[0] if args else kwargs.get("input")
+        if given is None:
+            raise UnsupportedModelError(
+                f"module '{self._name}' was called without its input as first argument or as "
+                "'input'. Leave the module out of the target modules"
+            )
+        return given
 
     def _other_rows(self, num_rows: int) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -118,10 +124,7 @@ class _LinearHook(_Hook):
         batch = self._row_map.batch
         if batch is None:
             return None
-        given = args[0] if args else kwargs.get("input")
-        if given is None:
-            raise self._no_input()
-        x = given.contiguous()
+        x = self._input(args, kwargs).contiguous()
         y = output.contiguous()
         num_rows = y.numel() // self._out_features
         if num_rows != self._row_map.num_rows or x.numel() != num_rows * self._in_features:
@@ -165,10 +168,7 @@ class _EmbeddingHook(_Hook):
         batch = self._row_map.batch
         if batch is None:
             return None
-        given = args[0] if args else kwargs.get("input")
-        if given is None:
-            raise self._no_input()
-        token_ids = given.to(torch.int64).contiguous()
+        token_ids = self._input(args, kwargs).to(torch.int64).contiguous()
         y = output.contiguous()
         num_rows = y.numel() // self._out_features
         if num_rows != self._row_map.num_rows or token_ids.numel() != num_rows:

@@ -15,12 +15,11 @@ from pagedlora.errors import UnsupportedAdapterError
 from pagedlora.loaders.binding import ZERO_BIAS, BoundAdapter
 from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.source_file import SourceFile
-from pagedlora.loaders.stored import StoredTensor
+from pagedlora.loaders.stored import DTYPES, StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
-_TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 Read = Callable[[int, int], Iterator[memoryview]]
 
@@ -166,7 +165,7 @@ def _check_whole(weight: torch.Tensor, module: BoundModule, path: str) -> None:
 def _read_tensor(tensor: StoredTensor, read: Read) -> torch.Tensor:
     import torch
 
-    dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[tensor.dtype])
+    dtype: torch.dtype = getattr(torch, DTYPES[tensor.dtype].name)
     data = bytearray()
     for piece in read(tensor.offset, math.prod(tensor.shape) * dtype.itemsize):
         data += piece

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.paths import SourcePath
-from pagedlora.registry.content import parse_adapter
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight
 from pagedlora.registry.generations import Generation
@@ -20,10 +19,7 @@ class Loader:
     """What a `LoraManager` does to load. Thread-safe; callers hold no lock."""
 
     def __init__(self, parts: RegistryParts, reloader: Reloader) -> None:
-        self._table = parts.table
-        self._options = parts.options
-        self._base = parts.base
-        self._shapes = parts.shapes
+        self._parse = parts.parse
         self._lock = parts.lock
         self._generations = parts.generations
         self._names = parts.names
@@ -33,18 +29,14 @@ class Loader:
 
     def register(self, name: str, source: SourcePath) -> NameEntry:
         """As `LoraManager.register`."""
-        content, plan, sources = parse_adapter(
-            source, self._table, self._options, self._shapes, self._base
-        )
+        content, plan, sources = self._parse(source)
         with self._lock:
             self._names.check_new(name)
             return self._names.add(name, self._generations.add(content, plan, sources))
 
     def register_or_find(self, name: str, source: SourcePath) -> tuple[NameEntry, bool]:
         """The name's entry, and whether this call made it: another one may have meanwhile."""
-        content, plan, sources = parse_adapter(
-            source, self._table, self._options, self._shapes, self._base
-        )
+        content, plan, sources = self._parse(source)
         with self._lock:
             entry = self._names.find(name)
             if entry is None:

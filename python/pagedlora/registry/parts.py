@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from pagedlora import _core
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import ShapeCache
+from pagedlora.paths import SourcePath
 from pagedlora.registry.base_model import BaseModel
+from pagedlora.registry.content import AdapterContent, parse_adapter
+from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.generations import GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.names import NameTable
@@ -37,3 +41,13 @@ class RegistryParts:
     generations: GenerationTable
     names: NameTable
     pins: HostPins
+
+    def parse(
+        self, source: SourcePath
+    ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
+        """`parse_adapter` for this registry's model, options and base weights."""
+        return parse_adapter(source, self.table, self.options, self.shapes, self.base)
+
+    def digest(self, content: AdapterContent, deadline: Deadline) -> str:
+        """`AdapterContent.digest` for this registry's model and options."""
+        return content.digest(self.table, deadline, self.options)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from pagedlora.errors import AdapterInUseError, GenerationConflictError, PagedLoraError
 from pagedlora.paths import SourcePath
-from pagedlora.registry.content import AdapterContent, parse_adapter
+from pagedlora.registry.content import AdapterContent
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight, is_impatience
 from pagedlora.registry.generations import MAX_RETIRED, Generation
@@ -18,10 +18,8 @@ class Reloader:
     """What a `LoraManager` does when it knows a content. Thread-safe; callers hold no lock."""
 
     def __init__(self, parts: RegistryParts) -> None:
-        self._table = parts.table
-        self._options = parts.options
-        self._base = parts.base
-        self._shapes = parts.shapes
+        self._parse = parts.parse
+        self._digest = parts.digest
         self._lock = parts.lock
         self._generations = parts.generations
         self._names = parts.names
@@ -63,10 +61,8 @@ class Reloader:
 
     def reload(self, entry: NameEntry, source: SourcePath, expected: str | None) -> None:
         """As `LoraManager.reload`."""
-        content, plan, sources = parse_adapter(
-            source, self._table, self._options, self._shapes, self._base
-        )
-        digest = content.digest(self._table, Deadline(None), self._options)
+        content, plan, sources = self._parse(source)
+        digest = self._digest(content, Deadline(None))
         # A source that was overwritten in place cannot be read any more: it is other content.
         with suppress(PagedLoraError):
             self.identify(entry, Deadline(None))
@@ -106,7 +102,7 @@ class Reloader:
                 raise error
         failure: BaseException | None = None
         try:
-            digest = generation.content.digest(self._table, deadline, self._options)
+            digest = self._digest(generation.content, deadline)
             with self._lock:
                 generation.digest = digest
         except BaseException as raised:

@@ -226,7 +226,7 @@ def test_a_fault_of_the_loader_is_seen(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(binding, "make_rows", FAULTS_OF_THE_LOADER[fault])
-        shapes = exam.bench.llm.lora_manager._shapes
+        shapes = exam.bench.llm.lora_manager._parts.shapes
         shapes.clear()
         exam.bench.llm.load_lora(fault, adapters_of(family)["r33"])
         shapes.clear()

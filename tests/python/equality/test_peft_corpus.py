@@ -186,7 +186,7 @@ def test_a_fault_of_scale_pattern_or_name_map_is_seen(
 
 def assert_loads_like_peft(bench: Bench, judge: PeftOracle, case: Case, path: Path) -> None:
     """Loads an adapter under another name, asks it what `case` asks, and unloads it."""
-    shapes = bench.llm.lora_manager._shapes
+    shapes = bench.llm.lora_manager._parts.shapes
     shapes.clear()
     bench.llm.load_lora("another", path)
     shapes.clear()

@@ -216,7 +216,7 @@ def test_a_fault_is_seen(
 
     ask()
     with monkeypatch.context() as patch:
-        shapes = bench.llm.lora_manager._shapes
+        shapes = bench.llm.lora_manager._parts.shapes
         shapes.clear()
         patch.setattr(owner, attribute, change)
         with pytest.raises(AssertionError, match=r"differ|below"):
