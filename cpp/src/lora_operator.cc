@@ -362,14 +362,17 @@ void LoraOperator::expand_with_vectors(Dtype dtype, const Tile& tile) {
                     .y = output_space.data(),
                     .y_row_stride = first.length,
                     .ahead = tile.ahead});
-    const auto vector_of = [&](std::span<const Part> parts, std::vector<float>& into) {
+    const auto vector_of = [&](std::span<const Part> parts, std::vector<float>& into) -> float* {
+      if (parts.empty()) {
+        return nullptr;
+      }
       into.resize(first.length);
       internal::copy_features(*tile.task, parts, first.begin, first.length, into.data());
-      return parts.empty() ? nullptr : into.data();
+      return into.data();
     };
-    const float* scaled_bias = vector_of(layout.bias_parts(tile.row), bias);
-    for (float& value : bias) {
-      value *= tile.scale;
+    float* scaled_bias = vector_of(layout.bias_parts(tile.row), bias);
+    if (scaled_bias != nullptr) {
+      std::ranges::transform(bias, scaled_bias, [&](float value) { return value * tile.scale; });
     }
     internal::combine(
         {.scaled_product = output_space.data(),
