@@ -31,9 +31,9 @@ export OMP_NUM_THREADS := 1
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 PYTHON_PATHS := $(wildcard python tests benchmarks examples .ci)
-CPP_FILES = $(shell find cpp tests/cpp benchmarks -name '*.cc' -o -name '*.h' 2>/dev/null)
+CPP_FILES = $(shell find cpp csrc_cuda tests/cpp benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
 PACKAGE_FILES := pyproject.toml CMakeLists.txt $(wildcard LICENSE README.md) \
-  $(shell find cpp python -type f -not -path '*/__pycache__/*' -not -name '.*')
+  $(shell find cpp csrc_cuda python -type f -not -path '*/__pycache__/*' -not -name '.*')
 
 # ---- what a newcomer needs ---------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# clang-tidy.sh BUILD_DIR [JOBS]: run clang-tidy on cpp/src with the compile commands of BUILD_DIR.
+# clang-tidy.sh BUILD_DIR [JOBS]: run clang-tidy on cpp/src and csrc_cuda with the compile commands of
+# BUILD_DIR; on csrc_cuda if it was configured.
 #
 # The clang-tidy of PyPI has no headers of its own (stddef.h, immintrin.h). They are Debian's
 # libclang-common-19-dev, installed here if we may; without it those of g++ do, except for the
@@ -25,6 +26,10 @@ else
   skip=(-not -name "*_avx2.cc" -not -name "*_avx512.cc")
 fi
 
-find cpp/src -name "*.cc" "${skip[@]}" -print0 | sort -z |
+sources=(cpp/src)
+if grep -q csrc_cuda/ "$build_dir/compile_commands.json"; then
+  sources+=(csrc_cuda)
+fi
+find "${sources[@]}" -name "*.cc" "${skip[@]}" -print0 | sort -z |
   xargs -0 -r -n 1 -P "$jobs" clang-tidy "${args[@]}" 2>&1 |
   sed '/warnings\{0,1\} generated\.$/d'

@@ -36,7 +36,6 @@ void register_build_info(py::module_& module) {
         info["compiler"] = __VERSION__;
         info["best_isa"] = isa_name(best_isa());
         info["default_isa"] = isa_name(default_isa());
-        info["cuda"] = false;
         return info;
       },
       "What this extension was built with, and which instruction set it uses here.");

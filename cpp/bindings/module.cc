@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of pagedlora. Use the names of the pagedlora package instead.";
   register_errors(module);
   register_build_info(module);
+  register_gpu(module);
   register_model(module);
   register_layout(module);
   register_adapter(module);

@@ -42,6 +42,7 @@ __all__: list[str] = [
     "TierStats",
     "build_info",
     "entry_transitions",
+    "gpu_support",
     "make_memory_source",
     "measure_layout",
     "open_file",
@@ -616,6 +617,15 @@ def build_info() -> dict[str, typing.Any]:
 def entry_transitions() -> list[tuple[str, str, str]]:
     """
     The state table of a cache entry: (from, event, to).
+    """
+
+def gpu_support() -> dict[str, typing.Any]:
+    """
+    Whether a GPU can be used, asked anew each time.
+
+    Returns state ("available", "built without CUDA", "no driver", "driver too old", "no device" or
+    "broken"), num_devices, driver_version and runtime_version (CUDA's, 13000 for 13.0; 0: none),
+    and detail, a sentence on what to do.
     """
 
 def make_memory_source(buffer: typing_extensions.Buffer, description: str) -> TensorSource:

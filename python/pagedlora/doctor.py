@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
 from pagedlora.memory import available_memory_bytes, total_memory_bytes
 from pagedlora.sizes import format_size
@@ -33,7 +34,10 @@ def diagnose() -> Diagnosis:
     report = Diagnosis()
     report.sections["Versions"] = _versions(report.problems)
     report.sections["Machine"] = _machine()
-    report.sections["Native part"] = _native(report.problems)
+    native = _native_module(report.problems)
+    if native is not None:
+        report.sections["Native part"] = {k: str(v) for k, v in native.build_info().items()}
+        report.sections["GPU"] = _gpu(native.gpu_support())
     return report
 
 
@@ -60,13 +64,24 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _native(problems: list[str]) -> dict[str, str]:
+def _native_module(problems: list[str]) -> ModuleType | None:
     try:
         from pagedlora import _core
     except ImportError as error:
         problems.append(f"the native part cannot be imported ({error}): reinstall pagedlora")
-        return {"state": "cannot be imported"}
-    info: Mapping[str, object] = _core.build_info()
-    facts = {name: str(value) for name, value in info.items() if name != "cuda"}
-    facts["cuda"] = "built with CUDA" if info.get("cuda") else "built without CUDA"
+        return None
+    return _core
+
+
+def _gpu(support: Mapping[str, object]) -> dict[str, str]:
+    """No problem: without a GPU everything runs on the CPU."""
+    facts = {"state": str(support["state"])}
+    if support["detail"]:
+        facts["detail"] = str(support["detail"])
+    if support["num_devices"]:
+        facts["devices"] = str(support["num_devices"])
+    for name in ("driver", "runtime"):
+        version = int(str(support[f"{name}_version"]))
+        if version:
+            facts[f"CUDA of the {name}"] = f"{version // 1000}.{version % 1000 // 10}"
     return facts

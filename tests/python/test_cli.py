@@ -11,7 +11,7 @@ from tests.support.adapters import write_random_adapter
 from tests.support.tiny_models import build_tiny_model
 from typer.testing import CliRunner
 
-from pagedlora import LoraModelConfig, doctor
+from pagedlora import LoraModelConfig, _core, doctor
 from pagedlora.cli import app
 
 runner = CliRunner()
@@ -65,14 +65,66 @@ def test_the_diagnosis_names_what_is_not_installed(monkeypatch: pytest.MonkeyPat
     assert int(report.sections["Machine"]["CPUs usable"]) >= 1
 
 
-def test_the_diagnosis_knows_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = {"version": "0.1.0", "best_isa": "avx512", "cuda": False}
+NO_GPU = {"num_devices": 0, "driver_version": 0, "runtime_version": 13000}
+
+
+@pytest.fixture
+def fake_core(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Stands where the native part is; told by the tests what to say."""
     core = ModuleType("pagedlora._core")
-    core.build_info = lambda: info  # type: ignore[attr-defined]
+    core.build_info = dict  # type: ignore[attr-defined]
+    core.gpu_support = lambda: NO_GPU | {"state": "no device", "detail": ""}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pagedlora._core", core)
     monkeypatch.setattr("pagedlora._core", core, raising=False)
+    return core
+
+
+def test_the_diagnosis_knows_the_build(fake_core: ModuleType) -> None:
+    fake_core.build_info = lambda: {"version": "0.1.0", "best_isa": "avx512"}  # type: ignore[attr-defined]
     native = doctor.diagnose().sections["Native part"]
-    assert native == {"version": "0.1.0", "best_isa": "avx512", "cuda": "built without CUDA"}
+    assert native == {"version": "0.1.0", "best_isa": "avx512"}
+
+
+@pytest.mark.parametrize(
+    ("said", "facts"),
+    [
+        (
+            NO_GPU | {"state": "no driver", "detail": "install one"},
+            {"state": "no driver", "detail": "install one", "CUDA of the runtime": "13.0"},
+        ),
+        (
+            NO_GPU | {"state": "built without CUDA", "detail": "build it", "runtime_version": 0},
+            {"state": "built without CUDA", "detail": "build it"},
+        ),
+        (
+            NO_GPU
+            | {"state": "available", "detail": "", "num_devices": 2, "driver_version": 13010},
+            {
+                "state": "available",
+                "devices": "2",
+                "CUDA of the driver": "13.1",
+                "CUDA of the runtime": "13.0",
+            },
+        ),
+    ],
+)
+def test_the_diagnosis_says_why_there_is_no_gpu(
+    fake_core: ModuleType, said: dict[str, object], facts: dict[str, str]
+) -> None:
+    fake_core.gpu_support = lambda: said  # type: ignore[attr-defined]
+    report = doctor.diagnose()
+    assert report.sections["GPU"] == facts
+    assert not any("GPU" in problem for problem in report.problems)
+
+
+def test_a_machine_without_a_gpu_is_told_from_a_build_without_cuda() -> None:
+    support = _core.gpu_support()
+    if support["state"] == "built without CUDA":
+        assert support["runtime_version"] == 0
+    else:
+        assert support["runtime_version"] >= 12000
+    assert (support["state"] == "available") == (support["num_devices"] > 0)
+    assert bool(support["detail"]) == (support["state"] != "available")
 
 
 def test_probe_of_the_current_directory_checks_the_fit(

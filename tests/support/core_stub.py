@@ -27,6 +27,7 @@ _REPLACEMENTS = (
     (r"root: AdapterRoot = None", "root: AdapterRoot | None = None"),
     (r"def errors\(self\) -> dict:", "def errors(self) -> dict[int, BaseException]:"),
     (r"def build_info\(\) -> dict:", "def build_info() -> dict[str, typing.Any]:"),
+    (r"def gpu_support\(\) -> dict:", "def gpu_support() -> dict[str, typing.Any]:"),
     (
         r"def entry_transitions\(\) -> list:",
         "def entry_transitions() -> list[tuple[str, str, str]]:",

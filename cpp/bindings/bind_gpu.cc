@@ -1,0 +1,43 @@
+#include <pybind11/pybind11.h>
+
+#ifdef PAGEDLORA_HAVE_CUDA
+#include "pagedlora/cuda/gpu_support.h"
+#endif
+
+#include "bindings.h"
+
+namespace pagedlora::bindings {
+namespace py = pybind11;
+namespace {
+
+py::dict gpu_support_of_build() {
+  py::dict info;
+#ifdef PAGEDLORA_HAVE_CUDA
+  const cuda::GpuSupport found = cuda::gpu_support();
+  info["state"] = cuda::gpu_state_name(found.state);
+  info["num_devices"] = found.num_devices;
+  info["driver_version"] = found.driver_version;
+  info["runtime_version"] = found.runtime_version;
+  info["detail"] = found.detail;
+#else
+  info["state"] = "built without CUDA";
+  info["num_devices"] = 0;
+  info["driver_version"] = 0;
+  info["runtime_version"] = 0;
+  info["detail"] = "this build of pagedlora has no GPU part: build it where nvcc is on PATH";
+#endif
+  return info;
+}
+
+}  // namespace
+
+void register_gpu(py::module_& module) {
+  module.def("gpu_support", &gpu_support_of_build,
+             R"(Whether a GPU can be used, asked anew each time.
+
+Returns state ("available", "built without CUDA", "no driver", "driver too old", "no device" or
+"broken"), num_devices, driver_version and runtime_version (CUDA's, 13000 for 13.0; 0: none),
+and detail, a sentence on what to do.)");
+}
+
+}  // namespace pagedlora::bindings
