@@ -6,6 +6,7 @@ from pagedlora._core import BatchLease, Dtype, LoraBatch, LoraOperator, TaskLaye
 from pagedlora.adapter_weights import AdapterWeights
 from pagedlora.base_weights import ModelWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
+from pagedlora.development import cmake_prefix_path
 from pagedlora.errors import (
     AdapterFormatError,
     AdapterInUseError,
@@ -101,6 +102,7 @@ __all__ = [
     "UnsupportedAdapterError",
     "UnsupportedModelError",
     "attach",
+    "cmake_prefix_path",
     "probe_adapter",
 ]
 
