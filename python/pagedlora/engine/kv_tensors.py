@@ -6,6 +6,7 @@ Which block belongs to whom is not known here; see `pagedlora.kv_cache`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -38,6 +39,8 @@ class KvTensors:
         values: Per layer `[num_blocks, block_size, num_kv_heads, value_dim]`, contiguous.
         host_keys: As `keys`, of `num_host_blocks` blocks; memory of its own also on the CPU.
         host_values: As `values`, likewise.
+        device: Where `keys` and `values` lie; the others lie on the CPU, pinned for a GPU.
+        dtype: Of all of them.
         num_blocks: Block ids are 0 to this, exclusive.
         num_host_blocks: Host block ids are 0 to this, exclusive.
         block_size: Tokens per block.
@@ -51,6 +54,7 @@ class KvTensors:
         dtype: torch.dtype,
         *,
         num_host_blocks: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         """Reserves the memory; the system commits it as blocks are first written.
 
@@ -60,6 +64,7 @@ class KvTensors:
             block_size: Tokens per block, at least 1.
             dtype: Of keys and values.
             num_host_blocks: At least 0.
+            device: Where the model computes.
 
         Raises:
             InvalidArgumentError: A size is below that.
@@ -71,12 +76,18 @@ class KvTensors:
             )
         if num_host_blocks < 0:
             raise InvalidArgumentError(f"num_host_blocks is {num_host_blocks}: give 0 or more")
+        self.device = torch.device(device)
+        self.dtype = dtype
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
-        self.keys, self.values = _key_and_value_tensors(spec, num_blocks, block_size, dtype)
+        self.keys, self.values = _key_and_value_tensors(
+            spec, (num_blocks, block_size), {"dtype": dtype, "device": self.device}
+        )
         self.host_keys, self.host_values = _key_and_value_tensors(
-            spec, num_host_blocks, block_size, dtype
+            spec,
+            (num_host_blocks, block_size),
+            {"dtype": dtype, "pin_memory": self.device.type == "cuda"},
         )
         self._device_tensors = [*self.keys, *self.values]
         self._host_tensors = [*self.host_keys, *self.host_values]
@@ -107,18 +118,11 @@ class KvTensors:
 
 
 def _key_and_value_tensors(
-    spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype
+    spec: ModelSpec, lead: tuple[int, int], options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Zeroed keys and values of `num_blocks` blocks, one tensor each per layer."""
-    lead = (num_blocks, block_size)
-    keys = [
-        torch.zeros((*lead, layer.num_kv_heads, layer.key_dim), dtype=dtype)
-        for layer in spec.layers
-    ]
-    values = [
-        torch.zeros((*lead, layer.num_kv_heads, layer.value_dim), dtype=dtype)
-        for layer in spec.layers
-    ]
+    """Zeroed keys and values, one tensor each per layer; `lead` are blocks and tokens per block."""
+    keys = [torch.zeros((*lead, la.num_kv_heads, la.key_dim), **options) for la in spec.layers]
+    values = [torch.zeros((*lead, la.num_kv_heads, la.value_dim), **options) for la in spec.layers]
     return keys, values
 
 
@@ -131,11 +135,21 @@ def _copy_blocks(
     targets: Sequence[torch.Tensor],
     target_blocks: Sequence[int],
 ) -> None:
-    """Copies rows of each source tensor into rows of the target tensor in the same place."""
-    from_rows = torch.tensor(source_blocks, dtype=torch.int64)
-    to_rows = torch.tensor(target_blocks, dtype=torch.int64)
+    """Copies rows of each source tensor into rows of the target tensor in the same place.
+
+    Checked here, because a GPU would not survive an index that is out of range.
+    """
+    if len(source_blocks) != len(target_blocks):
+        raise IndexError(f"{len(source_blocks)} blocks cannot go to {len(target_blocks)}")
+    for tensors, blocks in ((sources, source_blocks), (targets, target_blocks)):
+        num_blocks = tensors[0].shape[0]
+        for block in blocks:
+            if not 0 <= block < num_blocks:
+                raise IndexError(f"there is no block {block} among {num_blocks}")
+    from_rows = torch.tensor(source_blocks, dtype=torch.int64).to(sources[0].device)
+    to_rows = torch.tensor(target_blocks, dtype=torch.int64).to(targets[0].device)
     for source, target in zip(sources, targets, strict=True):
         # As integers no NaN can lose its payload on the way.
         bits = _SAME_SIZE_INTEGERS[source.dtype.itemsize]
         rows = source.view(bits).index_select(0, from_rows)
-        target.view(bits).index_copy_(0, to_rows, rows)
+        target.view(bits).index_copy_(0, to_rows, rows.to(target.device))

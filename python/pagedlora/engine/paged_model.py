@@ -5,23 +5,12 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from pagedlora import _core
 from pagedlora.engine.attention import AttentionCall, attention_step
-from pagedlora.engine.dtypes import to_core_dtype
+from pagedlora.engine.attention_backends import make_backend
 from pagedlora.engine.kv_tensors import KvTensors
 from pagedlora.engine.live_model import LiveModelHold
 from pagedlora.engine.model_spec import LayerSpec, ModelSpec
 from pagedlora.engine.step import StepBatch
-
-
-def _dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A `[1, heads, T, dim]` tensor whose last dimension has stride 1."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _view(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Pointer, head stride and token stride (in elements) of a `[1, heads, T, dim]` tensor."""
-    return tensor.data_ptr(), tensor.stride(1), tensor.stride(2)
 
 
 class _PagedStep:
@@ -30,12 +19,7 @@ class _PagedStep:
     def __init__(self, model: PagedModel, step: StepBatch) -> None:
         self._model = model
         self._num_tokens = step.num_tokens
-        self._batch = _core.AttentionBatch(
-            [sequence.block_table for sequence in step.sequences],
-            [sequence.past_tokens for sequence in step.sequences],
-            [len(sequence.token_ids) for sequence in step.sequences],
-            model.kv.block_size,
-        )
+        self._attention = model.attention.begin(step)
         self.num_calls = 0
 
     def _check_shapes(self, call: AttentionCall, layer: LayerSpec) -> None:
@@ -57,28 +41,7 @@ class _PagedStep:
         model = self._model
         layer = model.spec.layers[call.layer_idx]
         self._check_shapes(call, layer)
-        # The operator reads raw memory: possible copies must live until it returns.
-        query, key, value = map(_dim_contiguous, (call.query, call.key, call.value))
-        output = query.new_empty((1, self._num_tokens, layer.num_heads, layer.value_dim))
-        model.operator.run(
-            self._batch,
-            query=_view(query),
-            key=_view(key),
-            value=_view(value),
-            output=output.data_ptr(),
-            key_cache=model.kv.keys[call.layer_idx].data_ptr(),
-            value_cache=model.kv.values[call.layer_idx].data_ptr(),
-            num_blocks=model.kv.num_blocks,
-            num_heads=layer.num_heads,
-            num_kv_heads=layer.num_kv_heads,
-            key_dim=layer.key_dim,
-            value_dim=layer.value_dim,
-            scaling=call.scaling,
-            sliding_window=call.sliding_window,
-            softcap=call.softcap,
-            sinks=0 if call.sinks is None else call.sinks.data_ptr(),
-            dtype=model.core_dtype,
-        )
+        output = self._attention.run(call, layer)
         self.num_calls += 1
         return output
 
@@ -89,8 +52,8 @@ class PagedModel:
     Attributes:
         spec: The model's attention layers.
         kv: The KV tensors.
-        operator: The native attention operator.
-        core_dtype: Of queries, keys and values.
+        device: Where the model computes.
+        attention: Who computes attention there.
     """
 
     def __init__(
@@ -105,7 +68,7 @@ class PagedModel:
         """Takes hold of the model.
 
         Args:
-            model: A decoder that passed admission, on the CPU.
+            model: A decoder that passed admission, all of it on one device.
             spec: What `probe` returned for it.
             num_blocks: KV blocks, at least 1.
             block_size: Tokens per block.
@@ -116,11 +79,16 @@ class PagedModel:
             UnsupportedModelError: The model keeps its own attention.
         """
         self.spec = spec
-        self.core_dtype = to_core_dtype(spec.dtype)
+        self.device = next(model.parameters()).device
         self.kv = KvTensors(
-            spec, num_blocks, block_size, spec.dtype, num_host_blocks=num_host_blocks
+            spec,
+            num_blocks,
+            block_size,
+            spec.dtype,
+            num_host_blocks=num_host_blocks,
+            device=self.device,
         )
-        self.operator = _core.PagedAttention()
+        self.attention = make_backend(self.kv)
         self._model = model
         self._hold = LiveModelHold(model)
 
@@ -131,7 +99,7 @@ class PagedModel:
             step: The row; block ids must belong to the sequences alone.
 
         Returns:
-            float32 logits `[num_sampled, vocab]`, in row order.
+            float32 logits `[num_sampled, vocab]` on the CPU, in row order.
 
         Raises:
             InvalidArgumentError: A block table does not fit.
@@ -141,14 +109,14 @@ class PagedModel:
         paged = _PagedStep(self, step)
         with torch.inference_mode(), attention_step(paged):
             output = self._model(
-                input_ids=torch.tensor([step.token_ids]),
-                position_ids=torch.tensor([step.position_ids]),
+                input_ids=torch.tensor([step.token_ids]).to(self.device),
+                position_ids=torch.tensor([step.position_ids]).to(self.device),
                 use_cache=False,
                 # An index tensor even when empty: the integer 0 would mean all rows.
-                logits_to_keep=torch.tensor(step.logits_rows, dtype=torch.int64),
+                logits_to_keep=torch.tensor(step.logits_rows, dtype=torch.int64).to(self.device),
             )
             logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
-            logits = logits[0].float()
+            logits = logits[0].float().cpu()
         if paged.num_calls != len(self.spec.layers) or logits.shape[0] != step.num_sampled:
             raise RuntimeError(
                 f"paged attention ran {paged.num_calls} times for {len(self.spec.layers)} layers "

@@ -50,14 +50,15 @@ def probe(model: PreTrainedModel) -> ModelSpec:
             it would not be honoured, or queries, keys and values differ in dtype.
     """
     step = _RecordingStep()
+    device = next(model.parameters()).device
     hold = LiveModelHold(model)
     try:
         with torch.inference_mode(), attention_step(step):
             model(
-                input_ids=torch.arange(_PROBE_TOKENS).unsqueeze(0),
-                position_ids=torch.arange(_PROBE_TOKENS).unsqueeze(0),
+                input_ids=torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0),
+                position_ids=torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=torch.tensor([_PROBE_TOKENS - 1]),
+                logits_to_keep=torch.tensor([_PROBE_TOKENS - 1], device=device),
             )
     finally:
         hold.release()

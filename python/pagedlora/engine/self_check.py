@@ -77,7 +77,7 @@ def _small_instance(model: PreTrainedModel) -> PreTrainedModel:
         small: PreTrainedModel = model_class(config).float().eval()
     generator = torch.Generator().manual_seed(0)
     _draw_weights(small, generator)
-    return small
+    return small.to(next(model.parameters()).device)
 
 
 def _draw_prompts(vocab_size: int) -> list[_Prompt]:
@@ -94,9 +94,13 @@ def _draw_prompts(vocab_size: int) -> list[_Prompt]:
 def _eager_logits(model: PreTrainedModel, prompts: list[_Prompt]) -> list[torch.Tensor]:
     """Per prompt `[tokens, vocab]`, computed alone, eagerly and without a cache."""
     model.set_attn_implementation("eager")
+    device = next(model.parameters()).device
     with torch.inference_mode():
         return [
-            model(input_ids=torch.tensor([prompt.token_ids]), use_cache=False).logits[0].float()
+            model(input_ids=torch.tensor([prompt.token_ids]).to(device), use_cache=False)
+            .logits[0]
+            .float()
+            .cpu()
             for prompt in prompts
         ]
 
@@ -142,7 +146,7 @@ def self_check(model: PreTrainedModel) -> None:
     """Compares the paged path with eager attention on a small instance of the model's class.
 
     Args:
-        model: Only its class and configuration are used.
+        model: Only its class, its configuration and its device are used.
 
     Raises:
         UnsupportedModelError: The logits differ by more than `TOLERANCE`, or the small instance

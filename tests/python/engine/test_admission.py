@@ -6,7 +6,7 @@ from tests.support.tiny_models import build_tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from pagedlora.engine import attention, paged_model
+from pagedlora.engine import attention, attention_backends, paged_model
 from pagedlora.engine.admission import admit
 from pagedlora.engine.self_check import self_check
 from pagedlora.engine.shrink import WINDOW, kept_layers, shrunk_config
@@ -156,13 +156,13 @@ def _ignore_sinks(monkeypatch):
 
 
 def _leak_neighbour(monkeypatch):
-    real = paged_model._core.AttentionBatch
+    real = attention_backends._core.AttentionBatch
 
     def one_table_for_all(block_tables, past_tokens, new_tokens, block_size):
         longest = max(block_tables, key=len)
         return real([longest] * len(block_tables), past_tokens, new_tokens, block_size)
 
-    monkeypatch.setattr(paged_model._core, "AttentionBatch", one_table_for_all)
+    monkeypatch.setattr(attention_backends._core, "AttentionBatch", one_table_for_all)
 
 
 def _skip_attention(monkeypatch):

@@ -21,7 +21,7 @@ from tests.support.peft_oracle import (
 )
 
 from pagedlora import _core
-from pagedlora.engine import lora_hooks, paged_model
+from pagedlora.engine import attention_backends, lora_hooks, paged_model
 from pagedlora.engine.attention import AttentionCall
 from pagedlora.loaders import binding
 from pagedlora.loaders.binding import BoundModule, make_rows
@@ -60,7 +60,7 @@ def _patch_tables(
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         core = SimpleNamespace(**vars(_core) | {"AttentionBatch": make})
-        patch.setattr(paged_model, "_core", core)
+        patch.setattr(attention_backends, "_core", core)
 
     return mutate
 
