@@ -31,6 +31,7 @@ from pagedlora.errors import (
 )
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.loaders.coverage import CoverageReport
+from pagedlora.loaders.given_tensors import PeftTensors
 from pagedlora.lora_manager import AdapterInfo, AdapterReport, LoraManager, probe_adapter
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
@@ -91,6 +92,7 @@ __all__ = [
     "PeftCacheConfig",
     "PeftCacheManager",
     "PeftTaskNotCachedError",
+    "PeftTensors",
     "RequestConflictError",
     "RequestOutput",
     "RequestStream",

@@ -10,17 +10,20 @@ from __future__ import annotations
 import builtins
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
 from pagedlora.base_weights import BaseWeights
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.fused_modules import FusedModules
+from pagedlora.loaders.given_tensors import PeftTensors
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.loaders.shape_cache import ShapeCache
-from pagedlora.paths import SourcePath, is_possible_path
+from pagedlora.paths import is_possible_path
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
@@ -35,6 +38,8 @@ from pagedlora.registry.salt import base_identity, cache_salt, check_tenant_salt
 from pagedlora.registry.sources import Sources
 
 if TYPE_CHECKING:
+    import torch
+
     from pagedlora.peft_cache import PeftCacheManager
 
 __all__ = [
@@ -45,6 +50,9 @@ __all__ = [
     "LoraManager",
     "probe_adapter",
 ]
+
+Source: TypeAlias = "str | os.PathLike[str] | PeftTensors"
+"""Where callers say that an adapter is."""
 
 _LOOK_EVERY_S = 0.005
 """Owners that end without `release` are noticed so late."""
@@ -137,18 +145,18 @@ class LoraManager:
 
     # ---- names ---------------------------------------------------------------------------------
 
-    def register(self, name: str, source: str | os.PathLike[str]) -> AdapterInfo:
+    def register(self, name: str, source: Source) -> AdapterInfo:
         """Makes an adapter known under a name; reads no content, but for what DoRA needs.
 
         Args:
             name: Not empty, at most 256 bytes of UTF-8; taken as it is.
-            source: A PEFT directory.
+            source: A PEFT directory, or `PeftTensors`, which are copied to a private file.
 
         Returns:
             What is known about it; its `generation` is None.
 
         Raises:
-            InvalidArgumentError: The name is impossible or taken, or the source is no path.
+            InvalidArgumentError: The name is impossible or taken, or the source is no such thing.
             AdapterPathError: The directory or one of its files does not lie in `adapter_root`.
             AdapterNotFoundError: The directory or one of its files does not exist.
             AdapterReadError: The system will not read one of them.
@@ -168,7 +176,7 @@ class LoraManager:
     def load(
         self,
         name: str,
-        source: str | os.PathLike[str] | None = None,
+        source: Source | None = None,
         *,
         pinned: bool = False,
         timeout_s: float | None = None,
@@ -208,6 +216,50 @@ class LoraManager:
             self._loader.load(name, place, real_path, pinned, deadline)
         return self.get(name)
 
+    def load_from_hf(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> AdapterInfo:
+        """`load` from a PEFT directory; same arguments, result and errors."""
+        return self.load(name, path, pinned=pinned, timeout_s=timeout_s)
+
+    def load_from_tensors(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> AdapterInfo:
+        """`load` of an adapter that the caller has in memory.
+
+        The tensors are copied to a private file before the call returns, and read from there as
+        those of a directory are, with the same checks and the same digest; the file is removed
+        when the name is given up. To give a name other tensors: `reload(name, PeftTensors(...))`.
+
+        Args:
+            name: As in `register`.
+            config: Fields as in PEFT's `adapter_config.json`, or PEFT's own `LoraConfig`.
+            tensors: PEFT's name to the tensor; of any device.
+            pinned: As in `load`.
+            timeout_s: As in `load`.
+
+        Returns:
+            As `load`; its `path` is "(tensors)".
+
+        Raises:
+            InvalidArgumentError: The name stands for an adapter that was not given in these words,
+                whether its content is the same or not.
+            AdapterReadError: There is no room for the file in the temporary directory.
+            PagedLoraError: As `load`.
+        """
+        return self.load(name, PeftTensors(config, tensors), pinned=pinned, timeout_s=timeout_s)
+
     def unload(self, name: str, *, timeout_s: float = 30.0) -> None:
         """Gives up a name, with its pins, after its requests have ended.
 
@@ -239,7 +291,7 @@ class LoraManager:
     def reload(
         self,
         name: str,
-        source: str | os.PathLike[str],
+        source: Source,
         *,
         expected_generation: str | None = None,
     ) -> AdapterInfo:
@@ -253,7 +305,7 @@ class LoraManager:
 
         Args:
             name: A registered adapter.
-            source: A PEFT directory.
+            source: As in `register`.
             expected_generation: The digest that the name must have; None: any.
 
         Returns:
@@ -362,7 +414,7 @@ class LoraManager:
         return self._require(name).generation.task_id
 
     def real_path(self, name: str) -> str:
-        """Where a registered adapter was registered from, without links.
+        """Where a registered adapter was registered from, without links; of tensors no path.
 
         Raises:
             AdapterNotFoundError: No adapter of that name is registered.
@@ -467,7 +519,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _real_path(place: SourcePath, name: str) -> str:
+def _real_path(place: AdapterSource, name: str) -> str:
     path = place.path
     if not is_possible_path(path):
         raise AdapterNotFoundError(f"no file of adapter '{name}' can be at {path!r}", name=path)

@@ -98,6 +98,16 @@ rank's own part.
 `adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
 `torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
 unloaded. Where both files are there, the safetensors file is read.
+
+## Tensors
+
+`LoraManager.load_from_tensors(name, config, tensors)` takes the same from memory: the fields of \
+`adapter_config.json`, or PEFT's `LoraConfig`, and tensors under the names that a file has for \
+them. `register`, `load` and `reload` take `PeftTensors(config, tensors)` as a source. All rules \
+above hold, and the same content has the same generation. The tensors are copied to a safetensors \
+file in a private directory before the call returns (`TMPDIR` chooses where), and read from there; \
+it is removed when the name is given up. A name that is loaded stays what it is: to give it other \
+tensors, use `reload`.
 """
 
 
