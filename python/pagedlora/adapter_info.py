@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedlora.loaders.coverage import CoverageReport
-from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
+from pagedlora.loaders.hf import PeftDirectory
 from pagedlora.loaders.load_options import LoadOptions
+from pagedlora.loaders.open_adapter import open_adapter
+from pagedlora.paths import SourcePath, to_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,7 @@ class AdapterReport:
     """What an adapter's files say, without a model.
 
     Attributes:
-        path: Its directory.
+        path: Its directory, or its file.
         ranks: Module name to rank.
         scales: Module name to the factor of B A x.
         num_tensors: Tensors used; always all of the file's.
@@ -80,14 +82,15 @@ def probe_adapter(
     """What an adapter's files say; checks everything that needs no model.
 
     Args:
-        path: A PEFT directory.
+        path: A PEFT directory, or a .nemo file.
         strict: As in `LoraManager`.
         allow_pickle: As in `LoraManager`.
 
     Raises:
         PagedLoraError: As `LoraManager.register`, but for what depends on a model.
     """
-    return _report(open_peft_directory(path, LoadOptions(strict=strict, allow_pickle=allow_pickle)))
+    source = SourcePath(to_path(path, "the path of the adapter"))
+    return _report(open_adapter(source, LoadOptions(strict=strict, allow_pickle=allow_pickle)))
 
 
 def _report(adapter: PeftDirectory) -> AdapterReport:

@@ -23,7 +23,7 @@ from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.loaders.shape_cache import ShapeCache
-from pagedlora.paths import is_possible_path
+from pagedlora.paths import SourceForm, is_possible_path
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
@@ -108,9 +108,9 @@ class LoraManager:
             strict: Refuses adapters with fields that this release does not know, and with keys of
                 `rank_pattern` or `alpha_pattern` that match no module. If false, they are ignored
                 with a `PagedLoraWarning` and noted in the adapter's report.
-            allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with
-                `weights_only=True`, when it is registered; it is kept as a safetensors file in a
-                private directory until it is unloaded.
+            allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, and .nemo
+                files, with `weights_only=True`, when they are registered; they are kept as
+                safetensors files in private directories until they are unloaded.
             check_values: Whether adapters with NaN, infinity or values over the range of the
                 cache's type are refused when their content is first read.
 
@@ -150,7 +150,8 @@ class LoraManager:
 
         Args:
             name: Not empty, at most 256 bytes of UTF-8; taken as it is.
-            source: A PEFT directory, or `PeftTensors`, which are copied to a private file.
+            source: A PEFT directory, a .nemo file, or `PeftTensors`. The latter two are copied to
+                a private file.
 
         Returns:
             What is known about it; its `generation` is None.
@@ -204,17 +205,7 @@ class LoraManager:
             PagedLoraError: As `register`, `AdapterSourceChangedError`, or what the load failed by.
                 A name that this call registered is not registered any more.
         """
-        _check_name(name)
-        deadline = Deadline(timeout_s)
-        if source is None:
-            self._require(name)
-            self._loader.load(name, None, None, pinned, deadline)
-        else:
-            place = self._sources.place(source, name)
-            real_path = _real_path(place, name)
-            self._sources.check_not_listed(name, place)
-            self._loader.load(name, place, real_path, pinned, deadline)
-        return self.get(name)
+        return self._load(name, source, "auto", pinned, timeout_s)
 
     def load_from_hf(
         self,
@@ -224,8 +215,23 @@ class LoraManager:
         pinned: bool = False,
         timeout_s: float | None = None,
     ) -> AdapterInfo:
-        """`load` from a PEFT directory; same arguments, result and errors."""
-        return self.load(name, path, pinned=pinned, timeout_s=timeout_s)
+        """`load` from a PEFT directory, whatever its name; same arguments, result and errors."""
+        return self._load(name, path, "hf", pinned, timeout_s)
+
+    def load_from_nemo(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> AdapterInfo:
+        """`load` from a NeMo archive, whatever its name; see `pagedlora.loaders.nemo`.
+
+        Its weights are a pickle: the manager needs `allow_pickle`. Same arguments, result and
+        errors as `load`.
+        """
+        return self._load(name, path, "nemo", pinned, timeout_s)
 
     def load_from_tensors(
         self,
@@ -495,6 +501,26 @@ class LoraManager:
         check_tenant_salt(tenant_salt)
         digest = self._reloader.identify(self._require(name), Deadline(None))
         return cache_salt(digest, self._base_identity, tenant_salt)
+
+    def _load(
+        self,
+        name: str,
+        source: Source | None,
+        form: SourceForm,
+        pinned: bool,
+        timeout_s: float | None,
+    ) -> AdapterInfo:
+        _check_name(name)
+        deadline = Deadline(timeout_s)
+        if source is None:
+            self._require(name)
+            self._loader.load(name, None, None, pinned, deadline)
+        else:
+            place = self._sources.place(source, name, form)
+            real_path = _real_path(place, name)
+            self._sources.check_not_listed(name, place)
+            self._loader.load(name, place, real_path, pinned, deadline)
+        return self.get(name)
 
     def _require(self, name: str) -> NameEntry:
         self._register_listed(name)

@@ -31,7 +31,8 @@ _INTRODUCTION = """# Which adapters load
 
 Printed by `python -m pagedlora.loaders.adapters_doc`; a test compares the two.
 
-An adapter is a directory as PEFT's `save_pretrained` writes it. It answers as PEFT answers \
+An adapter is a directory as PEFT's `save_pretrained` writes it, a NeMo archive, or tensors in \
+memory. It answers as PEFT answers \
 with it alone on the same model, or it is refused by name before anything is registered.
 
 ## Fields of `adapter_config.json`
@@ -98,6 +99,29 @@ rank's own part.
 `adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
 `torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
 unloaded. Where both files are there, the safetensors file is read.
+
+## NeMo archives
+
+A path that ends in `.nemo`, or `LoraManager.load_from_nemo`, is a tar archive, plain or \
+gzipped, with `model_config.yaml` and `model_weights.ckpt`. The latter is a pickle, so \
+`allow_pickle=True` is needed here, too; its tensors are kept in a private directory until the \
+name is given up. The archive is read once, with limits, and nothing of it is extracted under a \
+name.
+
+Tensors `...layers.N.self_attention.adapter_layer.lora_kqv_adapter.linear_in.weight` are A and \
+`...linear_out.weight` are B of q, k and v of layer N; any other tensor fails the load. The \
+model's module is the one of TensorRT-LLM's id of attn_qkv in that layer (`qkv_proj`), or \
+`q_proj`, `k_proj` and `v_proj` where `fused_modules` knows them. The scale is \
+`peft.lora_tuning.alpha` over the rank, as in NeMo, or 1 where the file has no alpha.
+
+NeMo computes q, k and v in one module whose outputs lie group by group: the queries of a \
+group's heads, its key, its value. Modules here have all of q, then all of k, then all of v, so \
+B's rows are moved, by `num_attention_heads`, `num_query_groups` (as many as heads if it is \
+null) and `kv_channels` (`hidden_size` over heads if it is null) of `model_config.yaml`. Without \
+these, with other sizes than the model's, with `megatron_legacy`, `rotary_interleaved` or \
+`weight_tying`, and with the weights of several ranks it is refused. TensorRT-LLM moves no rows \
+and applies no alpha. NeMo 2's checkpoints, which are directories, and its "canonical" LoRA are \
+not read.
 
 ## Tensors
 

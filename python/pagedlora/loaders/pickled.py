@@ -139,10 +139,7 @@ def _own_tensors(tensors: Mapping[Any, Any], path: str) -> dict[str, torch.Tenso
         is_tensor = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
         if not isinstance(name, str) or name == _METADATA or not is_tensor or tensor.is_meta:
             raise _error(path, f"has {name!r:.80}, a {type(tensor).__name__}: dense tensors needed")
-    return {
-        name: tensor.detach().cpu().contiguous().clone()
-        for name, tensor in tensors.items()
-    }
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _error(path: str, problem: str) -> AdapterFormatError:

@@ -8,7 +8,7 @@ from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.given_tensors import GivenTensors, PeftTensors
 from pagedlora.loaders.open_adapter import AdapterSource
-from pagedlora.paths import SourcePath, is_possible_path, to_path, without_links
+from pagedlora.paths import SourceForm, SourcePath, is_possible_path, to_path, without_links
 from pagedlora.registry.lora_dir import LoraDirectory
 
 
@@ -26,7 +26,7 @@ class Sources:
         directory = None if lora_dir is None else to_path(lora_dir, "lora_dir")
         self._lora_dir = None if directory is None else LoraDirectory(directory)
 
-    def place(self, source: object, name: str) -> AdapterSource:
+    def place(self, source: object, name: str, form: SourceForm = "auto") -> AdapterSource:
         """The source that a caller gave for a name, confined to `adapter_root` if it is a path.
 
         Raises:
@@ -37,7 +37,7 @@ class Sources:
         """
         if isinstance(source, PeftTensors):
             return GivenTensors(source, f"adapter '{name!s:.80}'")
-        return SourcePath.of(source, f"the source of adapter '{name!s:.80}'", self._root)
+        return SourcePath.of(source, f"the source of adapter '{name!s:.80}'", self._root, form)
 
     def resolve(self, source: object) -> str:
         """As `LoraManager.resolve_source`."""
