@@ -33,6 +33,7 @@ from pagedlora.registry.loads import Loader
 from pagedlora.registry.lora_dir import MAX_NAME_BYTES
 from pagedlora.registry.names import NameEntry, NameTable, Owners, in_use_error
 from pagedlora.registry.parts import RegistryParts
+from pagedlora.registry.probing import probe
 from pagedlora.registry.reload import Reloader
 from pagedlora.registry.salt import base_identity, cache_salt, check_tenant_salt
 from pagedlora.registry.sources import Sources
@@ -165,7 +166,7 @@ class LoraManager:
             UnsupportedAdapterError: It asks for something that is not supported.
         """
         _check_name(name)
-        place = self._sources.place(source, name)
+        place = self._sources.place(source, _called(name))
         with self._lock:
             self._names.check_new(name)
         self._sources.check_not_listed(name, place)
@@ -324,7 +325,7 @@ class LoraManager:
             LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
             PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
         """
-        place = self._sources.place(source, name)
+        place = self._sources.place(source, _called(name))
         entry = self._require(name)
         self._reloader.reload(entry, place, expected_generation)
         return self.get(name)
@@ -393,6 +394,22 @@ class LoraManager:
             self._changed.notify_all()
 
     # ---- queries -------------------------------------------------------------------------------
+
+    def probe(self, source: Source) -> AdapterReport:
+        """What `register` would find, without registering anything; warns of nothing.
+
+        Args:
+            source: As in `register`.
+
+        Returns:
+            What the adapter says, what becomes of its tensors in this model, and how many pages it
+            would take: whether a tier has as many, now or at all, is not looked at.
+
+        Raises:
+            PagedLoraError: As `register`, for an adapter that cannot be used.
+        """
+        place = self._sources.place(source, "the adapter that is probed")
+        return probe(place, self._parts, self._cache)
 
     @property
     def cache_manager(self) -> PeftCacheManager:
@@ -516,7 +533,7 @@ class LoraManager:
             self._require(name)
             self._loader.load(name, None, None, pinned, deadline)
         else:
-            place = self._sources.place(source, name, form)
+            place = self._sources.place(source, _called(name), form)
             real_path = _real_path(place, name)
             self._sources.check_not_listed(name, place)
             self._loader.load(name, place, real_path, pinned, deadline)
@@ -535,6 +552,10 @@ class LoraManager:
         place = self._sources.find_listed(name)
         if place is not None:
             self._loader.register_or_find(name, place)
+
+
+def _called(name: object) -> str:
+    return f"adapter '{name!s:.80}'"
 
 
 def _check_name(name: str) -> None:

@@ -93,18 +93,41 @@ def parse_adapter(
     Raises:
         PagedLoraError: As `LoraManager.register` for a source that cannot be used.
     """
-    path = source.path
     directory = open_adapter(source, options)
+    real_path = source.real_path()
+    parsed = parse_opened(directory, real_path, table, options, shapes=shapes, base=base)
+    for note in parsed[0].report.ignored:
+        warn_caller(f"adapter '{source.path}': {note}")
+    return parsed
+
+
+def parse_opened(
+    directory: PeftDirectory,
+    real_path: str,
+    table: ModuleTable,
+    options: LoadOptions,
+    *,
+    shapes: ShapeCache | None,
+    base: BaseModel | None,
+) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
+    """The same for an adapter that was opened; warns of nothing.
+
+    Args:
+        directory: The adapter.
+        real_path: Where it was, as `AdapterContent` has it.
+        table: As in `parse_adapter`.
+        options: As in `parse_adapter`.
+        shapes: As in `parse_adapter`.
+        base: As in `parse_adapter`.
+    """
     shape = _shape_of(directory, table, shapes)
     adapter = shape.adapter
-    for note in adapter.report.ignored:
-        warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
     whole, offsets = (base or BaseModel(None)).prepare(
         adapter, directory.file, group, directory.weights_path
     )
     plan = make_plan(adapter, table, whole, offsets, checks_values=options.check_values)
-    real_path = source.real_path()
+    path = directory.path
     real_path = path if real_path == path else real_path  # one string for both
     content = AdapterContent(directory, real_path, shape.rows, adapter.report)
     return content, plan, group

@@ -26,8 +26,13 @@ class Sources:
         directory = None if lora_dir is None else to_path(lora_dir, "lora_dir")
         self._lora_dir = None if directory is None else LoraDirectory(directory)
 
-    def place(self, source: object, name: str, form: SourceForm = "auto") -> AdapterSource:
-        """The source that a caller gave for a name, confined to `adapter_root` if it is a path.
+    def place(self, source: object, whose: str, form: SourceForm = "auto") -> AdapterSource:
+        """The source that a caller gave, confined to `adapter_root` if it is a path.
+
+        Args:
+            source: What the caller gave.
+            whose: Names the adapter in errors.
+            form: What the caller says that it is.
 
         Raises:
             InvalidArgumentError: It is neither a path nor tensors.
@@ -36,8 +41,8 @@ class Sources:
             AdapterReadError: They cannot be kept.
         """
         if isinstance(source, PeftTensors):
-            return GivenTensors(source, f"adapter '{name!s:.80}'")
-        return SourcePath.of(source, f"the source of adapter '{name!s:.80}'", self._root, form)
+            return GivenTensors(source, whose)
+        return SourcePath.of(source, f"the source of {whose}", self._root, form)
 
     def resolve(self, source: object) -> str:
         """As `LoraManager.resolve_source`."""
