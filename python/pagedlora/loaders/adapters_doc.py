@@ -71,7 +71,9 @@ Embeddings and the output embedding carry LoRA when `lora_target_modules` names 
 `["all-linear", "embed_tokens", "lm_head"]`. As in PEFT, LoRA on an embedding that shares its \
 weight with the output embedding acts on the embedding alone. PEFT saves a copy of the embedding's \
 weight beside such an adapter (`embed_tokens.base_layer.weight`): it is compared with the base \
-model's and must be the same, as `AdapterInfo.report` notes under `verified`.
+model's and must be the same, as `AdapterInfo.report` notes under `verified`. An adapter for more \
+tokens than the model's embedding or output embedding has is refused with both numbers: serve the \
+model that it was trained on, resized with `resize_token_embeddings`.
 
 ## Names of tensors
 
