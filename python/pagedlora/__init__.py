@@ -36,6 +36,7 @@ from pagedlora.lora_manager import AdapterInfo, AdapterReport, LoraManager, prob
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
 from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
+from pagedlora.retained_adapters import RetainedAdapters
 from pagedlora.sampling_params import SamplingParams
 from pagedlora.scheduler.admission_window import AdmissionWindow
 from pagedlora.scheduler.capacity import CapacityDecision, CapacityScheduler
@@ -96,6 +97,7 @@ __all__ = [
     "RequestConflictError",
     "RequestOutput",
     "RequestStream",
+    "RetainedAdapters",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
 from pagedlora.base_weights import BaseWeights
-from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
+from pagedlora.errors import InvalidArgumentError
 from pagedlora.loaders.fused_modules import FusedModules
 from pagedlora.loaders.given_tensors import PeftTensors
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.loaders.shape_cache import ShapeCache
-from pagedlora.paths import SourceForm, is_possible_path
+from pagedlora.paths import SourceForm
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
@@ -534,7 +533,7 @@ class LoraManager:
             self._loader.load(name, None, None, pinned, deadline)
         else:
             place = self._sources.place(source, _called(name), form)
-            real_path = _real_path(place, name)
+            real_path = place.real_path()
             self._sources.check_not_listed(name, place)
             self._loader.load(name, place, real_path, pinned, deadline)
         return self.get(name)
@@ -564,10 +563,3 @@ def _check_name(name: str) -> None:
         raise InvalidArgumentError(
             f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
         )
-
-
-def _real_path(place: AdapterSource, name: str) -> str:
-    path = place.path
-    if not is_possible_path(path):
-        raise AdapterNotFoundError(f"no file of adapter '{name}' can be at {path!r}", name=path)
-    return place.real_path()

@@ -62,8 +62,11 @@ class SourcePath(NamedTuple):
 
         Raises:
             AdapterPathError: It leads out of the root.
-            AdapterNotFoundError: It leads nowhere beneath the root, or changed meanwhile.
+            AdapterNotFoundError: No file can have it, it leads nowhere beneath the root, or changed
+                meanwhile.
         """
+        if not is_possible_path(self.path):
+            raise AdapterNotFoundError(f"no file can be at {self.path!r}", name=self.path)
         if self.root is not None:
             self.root.check(self.path)
         return without_links(self.path)
