@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -89,6 +90,17 @@ def test_they_are_copied_read_again_and_forgotten_with_the_name(
     manager.unload("a")
     gc.collect()
     assert list(private_root.iterdir()) == []
+
+
+def test_nothing_of_them_is_kept_in_memory(small_cache: Cache) -> None:
+    """Adapter bytes live in the tiers and in files, and nowhere else (design L7)."""
+    tensors = tensors_of(small_cache)
+    config = adapter_config(tensors)
+    refs = [weakref.ref(tensor) for tensor in tensors.values()]
+    small_cache.adapters.load_from_tensors("a", config, tensors)
+    del tensors
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
 
 
 def test_a_pinned_one_stays_in_the_host_tier(small_cache: Cache) -> None:

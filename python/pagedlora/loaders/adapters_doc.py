@@ -122,8 +122,8 @@ B's rows are moved, by `num_attention_heads`, `num_query_groups` (as many as hea
 null) and `kv_channels` (`hidden_size` over heads if it is null) of `model_config.yaml`. Without \
 these, with other sizes than the model's, with `megatron_legacy`, `rotary_interleaved` or \
 `weight_tying`, and with the weights of several ranks it is refused. TensorRT-LLM moves no rows \
-and applies no alpha. NeMo 2's checkpoints, which are directories, and its "canonical" LoRA are \
-not read.
+and applies no alpha. `lora_dir` lists no archives. NeMo 2's checkpoints, which are directories, \
+and its "canonical" LoRA are not read.
 
 ## Tensors
 

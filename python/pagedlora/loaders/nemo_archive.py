@@ -11,9 +11,16 @@ import gzip
 import tarfile
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import IO, NamedTuple
 
-from pagedlora.errors import AdapterFormatError, AdapterReadError, UnsupportedAdapterError
+from pagedlora.errors import (
+    AdapterFormatError,
+    AdapterReadError,
+    PagedLoraError,
+    UnsupportedAdapterError,
+)
 from pagedlora.loaders import pickled
 from pagedlora.loaders.stored import tensor_error
 
@@ -52,30 +59,31 @@ def read_archive(file: IO[bytes], path: str) -> NemoMembers:
             unpacks to more than the limits.
         UnsupportedAdapterError: It has the weights of several ranks.
     """
-    weights = None
-    try:
-        weights = tempfile.TemporaryFile(prefix="pagedlora-")  # noqa: SIM115 - the caller closes it
+    with _typed_errors(path), ExitStack() as closer:
+        weights = closer.enter_context(tempfile.TemporaryFile(prefix="pagedlora-"))
         config = _read_members(_unzipped(file), path, weights)
         weights.seek(0)
-    except BaseException as error:
-        if weights is not None:
-            weights.close()
-        if isinstance(error, (gzip.BadGzipFile, zlib.error, EOFError, tarfile.TarError)):
-            raise _error(path, f"is no tar archive, or is cut off: {error!s:.200}") from None
-        if isinstance(error, (RecursionError, ValueError)) and not _is_ours(error):
-            raise _error(path, f"has headers that cannot be: {error!s:.200}") from None
-        if isinstance(error, OSError) and not _is_ours(error):
-            raise AdapterReadError(
-                f"'{path}' cannot be read, or not be copied: {error.strerror}",
-                path=path,
-                errno=error.errno,
-            ) from error
-        raise
-    return NemoMembers(config, weights)
+        closer.pop_all()
+        return NemoMembers(config, weights)
 
 
-def _is_ours(error: BaseException) -> bool:
-    return isinstance(error, (AdapterFormatError, AdapterReadError, UnsupportedAdapterError))
+@contextmanager
+def _typed_errors(path: str) -> Iterator[None]:
+    """Turns what archives and the system raise into this package's errors."""
+    try:
+        yield
+    except PagedLoraError:
+        raise  # some are OSErrors or ValueErrors themselves
+    except (gzip.BadGzipFile, zlib.error, EOFError, tarfile.TarError) as error:
+        raise _error(path, f"is no tar archive, or is cut off: {error!s:.200}") from None
+    except (RecursionError, ValueError) as error:
+        raise _error(path, f"has headers that cannot be: {error!s:.200}") from None
+    except OSError as error:
+        raise AdapterReadError(
+            f"'{path}' cannot be read, or not be copied: {error.strerror}",
+            path=path,
+            errno=error.errno,
+        ) from error
 
 
 class _Bounded:
