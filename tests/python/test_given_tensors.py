@@ -23,7 +23,7 @@ from tests.support.adapters import (
     weights_of,
     write_adapter,
 )
-from tests.support.cache_fixtures import Cache, add_and_wait, check_pages
+from tests.support.cache_fixtures import Cache, Call, add_and_wait, check_pages, wait_until
 
 from pagedlora import (
     AdapterFormatError,
@@ -337,3 +337,28 @@ def test_without_room_for_the_copy_nothing_is_registered(
         small_cache.adapters.load_from_tensors("a", adapter_config(tensors), tensors)
     assert len(small_cache.adapters) == 0
     private_root.mkdir()
+
+
+def test_calls_for_one_name_at_once_have_one_result(small_cache: Cache, private_root: Path) -> None:
+    """Those with the same tensors; others are refused, whoever comes first."""
+    manager = small_cache.adapters
+    contents = [tensors_of(small_cache, seed) for seed in (1, 1, 2, 1, 2, 1)]
+    configs = [adapter_config(tensors) for tensors in contents]
+    calls = [
+        Call(manager.load_from_tensors, "a", config, tensors)
+        for config, tensors in zip(configs, contents, strict=True)
+    ]
+    results: list[set[int]] = [set(), set()]
+    for call, content in zip(calls, (0, 0, 1, 0, 1, 0), strict=True):
+        try:
+            results[content].add(call.result().task_id)
+        except InvalidArgumentError:
+            results[content].add(-1)
+    assert sorted(results, key=max) == [{-1}, {manager.task_id("a")}]
+    del calls, call
+
+    def is_one_kept() -> bool:
+        gc.collect()  # threads end a little after their results
+        return len(list(private_root.iterdir())) == 1
+
+    assert wait_until(is_one_kept)
