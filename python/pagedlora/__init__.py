@@ -32,10 +32,12 @@ from pagedlora.errors import (
 )
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.loaders.coverage import CoverageReport
+from pagedlora.loaders.given_tensors import PeftTensors
 from pagedlora.lora_manager import AdapterInfo, AdapterReport, LoraManager, probe_adapter
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
 from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
+from pagedlora.retained_adapters import RetainedAdapters
 from pagedlora.sampling_params import SamplingParams
 from pagedlora.scheduler.admission_window import AdmissionWindow
 from pagedlora.scheduler.capacity import CapacityDecision, CapacityScheduler
@@ -92,9 +94,11 @@ __all__ = [
     "PeftCacheConfig",
     "PeftCacheManager",
     "PeftTaskNotCachedError",
+    "PeftTensors",
     "RequestConflictError",
     "RequestOutput",
     "RequestStream",
+    "RetainedAdapters",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",

@@ -8,24 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedlora.loaders.coverage import CoverageReport
-from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
+from pagedlora.loaders.hf import PeftDirectory
 from pagedlora.loaders.load_options import LoadOptions
+from pagedlora.loaders.open_adapter import open_adapter
+from pagedlora.paths import SourcePath, to_path
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What an adapter's files say, without a model.
+    """What an adapter's files say, and what a model makes of them if there is one.
 
     Attributes:
-        path: Its directory.
-        ranks: Module name to rank.
-        scales: Module name to the factor of B A x.
+        path: Its directory, or its file.
+        ranks: Module name, as the files have it, to rank.
+        scales: The same to the factor of B A x.
         num_tensors: Tensors used; always all of the file's.
         dtypes: Types of the stored tensors.
         parameters: Numbers in the tensors.
         bytes_on_disk: Size of the weights file.
         settings: The fields of its configuration that decide the answers.
         ignored: What was ignored, and why; with strict=False only.
+        coverage: What becomes of its tensors; None: there is no model.
+        num_pages: Pages that it takes in either tier; None: there is no model.
+        bytes: Those pages in bytes; None: there is no model.
     """
 
     path: str
@@ -37,6 +42,9 @@ class AdapterReport:
     bytes_on_disk: int
     settings: dict[str, Any]
     ignored: tuple[str, ...] = ()
+    coverage: CoverageReport | None = None
+    num_pages: int | None = None
+    bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +88,31 @@ def probe_adapter(
     """What an adapter's files say; checks everything that needs no model.
 
     Args:
-        path: A PEFT directory.
+        path: A PEFT directory, or a .nemo file.
         strict: As in `LoraManager`.
         allow_pickle: As in `LoraManager`.
 
     Raises:
         PagedLoraError: As `LoraManager.register`, but for what depends on a model.
     """
-    return _report(open_peft_directory(path, LoadOptions(strict=strict, allow_pickle=allow_pickle)))
+    source = SourcePath(to_path(path, "the path of the adapter"))
+    return report_of(open_adapter(source, LoadOptions(strict=strict, allow_pickle=allow_pickle)))
 
 
-def _report(adapter: PeftDirectory) -> AdapterReport:
+def report_of(
+    adapter: PeftDirectory,
+    coverage: CoverageReport | None = None,
+    num_pages: int | None = None,
+    page_bytes: int = 0,
+) -> AdapterReport:
+    """What is known of an adapter that was opened.
+
+    Args:
+        adapter: The adapter.
+        coverage: As in `AdapterReport`.
+        num_pages: As in `AdapterReport`.
+        page_bytes: Of each.
+    """
     modules = adapter.tensors.modules
     tensors = [tensor for module in modules.values() for tensor in module.tensors]
     return AdapterReport(
@@ -103,4 +125,7 @@ def _report(adapter: PeftDirectory) -> AdapterReport:
         bytes_on_disk=adapter.source.size_bytes,
         settings=adapter.config.settings(),
         ignored=adapter.tensors.notes,
+        coverage=coverage,
+        num_pages=num_pages,
+        bytes=None if num_pages is None else num_pages * page_bytes,
     )

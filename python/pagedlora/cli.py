@@ -47,7 +47,7 @@ def doctor() -> None:
 @app.command()
 def probe(
     path: Annotated[
-        Path, typer.Argument(help="Directory of a PEFT adapter, or of such directories.")
+        Path, typer.Argument(help="A PEFT directory or a .nemo file, or a directory of such.")
     ],
     model: Annotated[
         str | None, typer.Option(help="Base model (directory or hub id) that they must fit.")
@@ -59,7 +59,7 @@ def probe(
         bool, typer.Option(help="Refuse unknown fields, and patterns that match nothing.")
     ] = True,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Read adapter_model.bin, too.")
+        bool, typer.Option("--allow-pickle", help="Read adapter_model.bin and .nemo files, too.")
     ] = False,
 ) -> None:
     """Show what adapters hold and whether they would load, without loading their weights.

@@ -78,8 +78,8 @@ class LoraConfig(_Config):
             it, or absolute and inside. None: they may be anywhere.
         strict: Refuses adapters with fields that this release does not know, and with patterns
             that match no module. If false, those are ignored with a `PagedLoraWarning`.
-        allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with
-            `weights_only=True`.
+        allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, and .nemo files,
+            with `weights_only=True`.
     """
 
     max_lora_rank: _Count = DEFAULT_MAX_LORA_RANK

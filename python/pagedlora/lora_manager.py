@@ -10,17 +10,19 @@ from __future__ import annotations
 import builtins
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
 from pagedlora.base_weights import BaseWeights
-from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
+from pagedlora.errors import InvalidArgumentError
 from pagedlora.loaders.fused_modules import FusedModules
+from pagedlora.loaders.given_tensors import PeftTensors
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import ShapeCache
-from pagedlora.paths import SourcePath, is_possible_path
+from pagedlora.paths import SourceForm
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
@@ -30,11 +32,14 @@ from pagedlora.registry.loads import Loader
 from pagedlora.registry.lora_dir import MAX_NAME_BYTES
 from pagedlora.registry.names import NameEntry, NameTable, Owners, in_use_error
 from pagedlora.registry.parts import RegistryParts
+from pagedlora.registry.probing import probe
 from pagedlora.registry.reload import Reloader
 from pagedlora.registry.salt import base_identity, cache_salt, check_tenant_salt
 from pagedlora.registry.sources import Sources
 
 if TYPE_CHECKING:
+    import torch
+
     from pagedlora.peft_cache import PeftCacheManager
 
 __all__ = [
@@ -45,6 +50,9 @@ __all__ = [
     "LoraManager",
     "probe_adapter",
 ]
+
+Source: TypeAlias = "str | os.PathLike[str] | PeftTensors"
+"""Where callers say that an adapter is."""
 
 _LOOK_EVERY_S = 0.005
 """Owners that end without `release` are noticed so late."""
@@ -100,9 +108,9 @@ class LoraManager:
             strict: Refuses adapters with fields that this release does not know, and with keys of
                 `rank_pattern` or `alpha_pattern` that match no module. If false, they are ignored
                 with a `PagedLoraWarning` and noted in the adapter's report.
-            allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, with
-                `weights_only=True`, when it is registered; it is kept as a safetensors file in a
-                private directory until it is unloaded.
+            allow_pickle: Reads `adapter_model.bin` where there is no safetensors file, and .nemo
+                files, with `weights_only=True`, when they are registered; they are kept as
+                safetensors files in private directories until they are unloaded.
             check_values: Whether adapters with NaN, infinity or values over the range of the
                 cache's type are refused when their content is first read.
 
@@ -137,18 +145,19 @@ class LoraManager:
 
     # ---- names ---------------------------------------------------------------------------------
 
-    def register(self, name: str, source: str | os.PathLike[str]) -> AdapterInfo:
+    def register(self, name: str, source: Source) -> AdapterInfo:
         """Makes an adapter known under a name; reads no content, but for what DoRA needs.
 
         Args:
             name: Not empty, at most 256 bytes of UTF-8; taken as it is.
-            source: A PEFT directory.
+            source: A PEFT directory, a .nemo file, or `PeftTensors`. The latter two are copied to
+                a private file.
 
         Returns:
             What is known about it; its `generation` is None.
 
         Raises:
-            InvalidArgumentError: The name is impossible or taken, or the source is no path.
+            InvalidArgumentError: The name is impossible or taken, or the source is no such thing.
             AdapterPathError: The directory or one of its files does not lie in `adapter_root`.
             AdapterNotFoundError: The directory or one of its files does not exist.
             AdapterReadError: The system will not read one of them.
@@ -156,7 +165,7 @@ class LoraManager:
             UnsupportedAdapterError: It asks for something that is not supported.
         """
         _check_name(name)
-        place = self._sources.place(source, name)
+        place = self._sources.place(source, _called(name))
         with self._lock:
             self._names.check_new(name)
         self._sources.check_not_listed(name, place)
@@ -168,7 +177,7 @@ class LoraManager:
     def load(
         self,
         name: str,
-        source: str | os.PathLike[str] | None = None,
+        source: Source | None = None,
         *,
         pinned: bool = False,
         timeout_s: float | None = None,
@@ -196,17 +205,66 @@ class LoraManager:
             PagedLoraError: As `register`, `AdapterSourceChangedError`, or what the load failed by.
                 A name that this call registered is not registered any more.
         """
-        _check_name(name)
-        deadline = Deadline(timeout_s)
-        if source is None:
-            self._require(name)
-            self._loader.load(name, None, None, pinned, deadline)
-        else:
-            place = self._sources.place(source, name)
-            real_path = _real_path(place, name)
-            self._sources.check_not_listed(name, place)
-            self._loader.load(name, place, real_path, pinned, deadline)
-        return self.get(name)
+        return self._load(name, source, "auto", pinned, timeout_s)
+
+    def load_from_hf(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> AdapterInfo:
+        """`load` from a PEFT directory, whatever its name; same arguments, result and errors."""
+        return self._load(name, path, "hf", pinned, timeout_s)
+
+    def load_from_nemo(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> AdapterInfo:
+        """`load` from a NeMo archive, whatever its name; see `pagedlora.loaders.nemo`.
+
+        Its weights are a pickle: the manager needs `allow_pickle`. Same arguments, result and
+        errors as `load`.
+        """
+        return self._load(name, path, "nemo", pinned, timeout_s)
+
+    def load_from_tensors(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        pinned: bool = False,
+        timeout_s: float | None = None,
+    ) -> AdapterInfo:
+        """`load` of an adapter that the caller has in memory.
+
+        The tensors are copied to a private file before the call returns, and read from there as
+        those of a directory are, with the same checks and the same digest; the file is removed
+        when the name is given up. To give a name other tensors: `reload(name, PeftTensors(...))`.
+
+        Args:
+            name: As in `register`.
+            config: Fields as in PEFT's `adapter_config.json`, or PEFT's own `LoraConfig`.
+            tensors: PEFT's name to the tensor; of any device.
+            pinned: As in `load`.
+            timeout_s: As in `load`.
+
+        Returns:
+            As `load`; its `path` is "(tensors)".
+
+        Raises:
+            InvalidArgumentError: The name stands for an adapter that was not given in these words,
+                whether its content is the same or not.
+            AdapterReadError: There is no room for the file in the temporary directory.
+            PagedLoraError: As `load`.
+        """
+        return self.load(name, PeftTensors(config, tensors), pinned=pinned, timeout_s=timeout_s)
 
     def unload(self, name: str, *, timeout_s: float = 30.0) -> None:
         """Gives up a name, with its pins, after its requests have ended.
@@ -239,7 +297,7 @@ class LoraManager:
     def reload(
         self,
         name: str,
-        source: str | os.PathLike[str],
+        source: Source,
         *,
         expected_generation: str | None = None,
     ) -> AdapterInfo:
@@ -253,7 +311,7 @@ class LoraManager:
 
         Args:
             name: A registered adapter.
-            source: A PEFT directory.
+            source: As in `register`.
             expected_generation: The digest that the name must have; None: any.
 
         Returns:
@@ -266,7 +324,7 @@ class LoraManager:
             LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
             PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
         """
-        place = self._sources.place(source, name)
+        place = self._sources.place(source, _called(name))
         entry = self._require(name)
         self._reloader.reload(entry, place, expected_generation)
         return self.get(name)
@@ -336,6 +394,22 @@ class LoraManager:
 
     # ---- queries -------------------------------------------------------------------------------
 
+    def probe(self, source: Source) -> AdapterReport:
+        """What `register` would find, without registering anything; warns of nothing.
+
+        Args:
+            source: As in `register`.
+
+        Returns:
+            What the adapter says, what becomes of its tensors in this model, and how many pages it
+            would take: whether a tier has as many, now or at all, is not looked at.
+
+        Raises:
+            PagedLoraError: As `register`, for an adapter that cannot be used.
+        """
+        place = self._sources.place(source, "the adapter that is probed")
+        return probe(place, self._parts, self._cache)
+
     @property
     def cache_manager(self) -> PeftCacheManager:
         """Where the adapters' tasks are."""
@@ -362,7 +436,7 @@ class LoraManager:
         return self._require(name).generation.task_id
 
     def real_path(self, name: str) -> str:
-        """Where a registered adapter was registered from, without links.
+        """Where a registered adapter was registered from, without links; of tensors no path.
 
         Raises:
             AdapterNotFoundError: No adapter of that name is registered.
@@ -444,6 +518,26 @@ class LoraManager:
         digest = self._reloader.identify(self._require(name), Deadline(None))
         return cache_salt(digest, self._base_identity, tenant_salt)
 
+    def _load(
+        self,
+        name: str,
+        source: Source | None,
+        form: SourceForm,
+        pinned: bool,
+        timeout_s: float | None,
+    ) -> AdapterInfo:
+        _check_name(name)
+        deadline = Deadline(timeout_s)
+        if source is None:
+            self._require(name)
+            self._loader.load(name, None, None, pinned, deadline)
+        else:
+            place = self._sources.place(source, _called(name), form)
+            real_path = place.real_path()
+            self._sources.check_not_listed(name, place)
+            self._loader.load(name, place, real_path, pinned, deadline)
+        return self.get(name)
+
     def _require(self, name: str) -> NameEntry:
         self._register_listed(name)
         with self._lock:
@@ -459,16 +553,13 @@ class LoraManager:
             self._loader.register_or_find(name, place)
 
 
+def _called(name: object) -> str:
+    return f"adapter '{name!s:.80}'"
+
+
 def _check_name(name: str) -> None:
     is_text = isinstance(name, str)
     if not is_text or not 1 <= len(name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
         raise InvalidArgumentError(
             f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
         )
-
-
-def _real_path(place: SourcePath, name: str) -> str:
-    path = place.path
-    if not is_possible_path(path):
-        raise AdapterNotFoundError(f"no file of adapter '{name}' can be at {path!r}", name=path)
-    return place.real_path()

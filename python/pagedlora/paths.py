@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, AdapterPathError, InvalidArgumentError
+
+SourceForm: TypeAlias = Literal["auto", "hf", "nemo"]
+"""What lies at a path: a PEFT directory, a NeMo archive, or what the path's end says."""
 
 
 class SourcePath(NamedTuple):
     """Where an adapter lies.
 
     Attributes:
-        path: Its directory.
+        path: Its directory, or its file.
         root: The directory that its files must lie in; None: anywhere.
+        form: What lies there.
     """
 
     path: str
     root: _core.AdapterRoot | None = None
+    form: SourceForm = "auto"
 
     @classmethod
-    def of(cls, source: object, name: str, root: _core.AdapterRoot | None) -> SourcePath:
+    def of(
+        cls,
+        source: object,
+        name: str,
+        root: _core.AdapterRoot | None,
+        form: SourceForm = "auto",
+    ) -> SourcePath:
         """What a caller gave.
 
         Args:
             source: A string or a path object of one; beneath a root also relative to it.
             name: What it is called in the error.
             root: Where it must lie; not looked at yet.
+            form: What the caller says that it is.
 
         Raises:
             InvalidArgumentError: It is something else.
@@ -35,7 +47,7 @@ class SourcePath(NamedTuple):
         """
         path = to_path(source, name)
         if root is None:
-            return cls(path)
+            return cls(path, None, form)
         if not is_possible_path(path):
             raise AdapterPathError(
                 f"{name} is {path!r:.200}, which is no possible path below adapter_root "
@@ -43,15 +55,18 @@ class SourcePath(NamedTuple):
                 path=path,
                 root=root.path,
             )
-        return cls(os.path.join(root.path, path), root)
+        return cls(os.path.join(root.path, path), root, form)
 
     def real_path(self) -> str:
         """The path without links, for comparing.
 
         Raises:
             AdapterPathError: It leads out of the root.
-            AdapterNotFoundError: It leads nowhere beneath the root, or changed meanwhile.
+            AdapterNotFoundError: No file can have it, it leads nowhere beneath the root, or changed
+                meanwhile.
         """
+        if not is_possible_path(self.path):
+            raise AdapterNotFoundError(f"no file can be at {self.path!r}", name=self.path)
         if self.root is not None:
             self.root.check(self.path)
         return without_links(self.path)

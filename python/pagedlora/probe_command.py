@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
-from pagedlora.errors import PagedLoraError, PagedLoraWarning
+from pagedlora.adapter_info import AdapterReport, probe_adapter
+from pagedlora.errors import PagedLoraError
 from pagedlora.loaders.binding import check_rank
 from pagedlora.loaders.hf import WEIGHTS_NAME
+from pagedlora.loaders.nemo import NEMO_SUFFIX
 from pagedlora.loaders.peft_config import CONFIG_NAME
 from pagedlora.loaders.pickled import PICKLE_NAME
 from pagedlora.sizes import format_size
@@ -54,15 +54,14 @@ class Verdict:
 
     Attributes:
         path: Its directory.
-        report: What its files say; None: they are refused.
-        info: The same for the model; None: there is no model, or it is refused.
+        report: What its files say, and the model if there is one and it fits; None: the files are
+            refused.
         page_bytes: Of a page, where there is a model.
         error: Why it is refused; None: it would load.
     """
 
     path: Path
     report: AdapterReport | None = None
-    info: AdapterInfo | None = None
     page_bytes: int = 0
     error: PagedLoraError | None = None
 
@@ -106,16 +105,16 @@ def print_one(verdict: Verdict, console: Console) -> None:
         f"{', '.join(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
         ", ".join(f"{field}={_short(value)}" for field, value in report.settings.items()),
     ]
-    info = verdict.info
-    if info is not None:
+    coverage = report.coverage
+    if coverage is not None and report.bytes is not None:
         lines.append(
-            f"{info.num_pages} pages of {verdict.page_bytes:,} bytes in a tier, "
-            f"{format_size(info.bytes)}"
+            f"{report.num_pages} pages of {verdict.page_bytes:,} bytes in a tier, "
+            f"{format_size(report.bytes)}"
         )
-        lines += [f"{change} in {count} modules" for change, count in info.report.renamed]
-        lines += [f"{n} tensors of {old} are kept as {new}" for old, new, n in info.report.casts]
-        if info.report.missing:
-            lines.append(f"{info.report.missing} target modules have no tensors: as the base model")
+        lines += [f"{change} in {count} modules" for change, count in coverage.renamed]
+        lines += [f"{n} tensors of {old} are kept as {new}" for old, new, n in coverage.casts]
+        if coverage.missing:
+            lines.append(f"{coverage.missing} target modules have no tensors: as the base model")
     lines += report.ignored
     for line in lines:
         console.print(line, highlight=False, markup=False)
@@ -142,7 +141,7 @@ def print_many(verdicts: Iterable[Verdict], console: Console) -> int:
 
 
 def _cells(verdict: Verdict) -> list[Text]:
-    report, info = verdict.report, verdict.info
+    report = verdict.report
     would_load = Text("yes") if verdict.error is None else Text("no", "bold red")
     if report is None:
         return [would_load, *[Text("") for _ in range(6)]]
@@ -154,7 +153,7 @@ def _cells(verdict: Verdict) -> list[Text]:
         Text(str(len(ranks))),
         Text(", ".join(report.dtypes)),
         Text(format_size(report.bytes_on_disk)),
-        Text("" if info is None else str(info.num_pages)),
+        Text("" if report.num_pages is None else str(report.num_pages)),
     ]
 
 
@@ -176,7 +175,8 @@ def _short(value: object) -> str:
 
 
 def _is_adapter(path: Path) -> bool:
-    return any(os.path.lexists(path / name) for name in _ADAPTER_FILES)
+    is_archive = path.name.endswith(NEMO_SUFFIX) and path.is_file()
+    return is_archive or any(os.path.lexists(path / name) for name in _ADAPTER_FILES)
 
 
 def _report(path: Path, options: ProbeOptions) -> Verdict:
@@ -193,13 +193,9 @@ def _fit(path: Path, verdict: Verdict, manager: LoraManager, page_bytes: int) ->
     if verdict.report is None:
         return verdict
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PagedLoraWarning)  # the report has it
-            info = manager.register("adapter", path)
+        return Verdict(path, manager.probe(path), page_bytes)
     except PagedLoraError as error:
         return Verdict(path, verdict.report, error=error)
-    manager.unload("adapter")
-    return Verdict(path, verdict.report, info, page_bytes)
 
 
 def _manager(

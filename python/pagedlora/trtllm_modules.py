@@ -99,6 +99,11 @@ _EXPERTS = {"moe_h_to_4h": 13, "moe_4h_to_h": 14, "moe_gate": 15}
 _WHOLE_ONLY = ("mamba_in_proj", "mamba_out_proj")
 
 
+def module_names() -> dict[int, str]:
+    """TensorRT-LLM's names by id; without experts, whose adapters are not supported."""
+    return {kind.module_id: name for name, kind in _KINDS.items()}
+
+
 def trtllm_modules(
     num_layers: int,
     dims: Dims,

@@ -134,7 +134,7 @@ def test_those_who_wait_for_a_load_get_its_error(
 
 
 def fail_parsing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
-    monkeypatch.setattr(content_module, "open_peft_directory", raising(AdapterNotFoundError))
+    monkeypatch.setattr(content_module, "open_adapter", raising(AdapterNotFoundError))
     return AdapterNotFoundError
 
 

@@ -12,6 +12,7 @@ from tests.support.adapters import (
     write_adapter,
     write_random_adapter,
 )
+from tests.support.nemo import Heads, draw_pairs, write_nemo
 from tests.support.tiny_models import build_tiny_model
 from typer.testing import CliRunner, Result
 
@@ -142,6 +143,20 @@ def test_options_decide_what_loads(tmp_path: Path, model: Path) -> None:
     assert probe(pickled).exit_code == 1
     assert probe(pickled, "--allow-pickle").exit_code == 0
     assert probe(pickled, "--allow-pickle", "--model", model).exit_code == 0
+
+
+def test_archives_are_adapters_too(tmp_path: Path, model: Path) -> None:
+    heads = Heads(heads=4, groups=2, size=8)
+    path = write_nemo(tmp_path / "a.nemo", heads, draw_pairs(heads, [0, 1], 2, seed=1))
+    write_random_adapter(tmp_path / "b", CONFIG, rank=2, seed=1)
+    refused = probe(path)
+    assert refused.exit_code == 1
+    assert "allow_pickle=True" in refused.output
+    for arguments in ((), ("--model", model)):
+        assert "layers.1.attn_qkv" in probe(path, "--allow-pickle", *arguments).output
+        both = probe(tmp_path, "--allow-pickle", *arguments)
+        assert both.exit_code == 0, both.output
+        assert row_of(both, "a.nemo")[:5] == ["a.nemo", "yes", "2", "1", "2"]
 
 
 # ---- a directory of adapters -------------------------------------------------------------------

@@ -31,7 +31,8 @@ _INTRODUCTION = """# Which adapters load
 
 Printed by `python -m pagedlora.loaders.adapters_doc`; a test compares the two.
 
-An adapter is a directory as PEFT's `save_pretrained` writes it. It answers as PEFT answers \
+An adapter is a directory as PEFT's `save_pretrained` writes it, a NeMo archive, or tensors in \
+memory. It answers as PEFT answers \
 with it alone on the same model, or it is refused by name before anything is registered.
 
 ## Fields of `adapter_config.json`
@@ -70,7 +71,9 @@ Embeddings and the output embedding carry LoRA when `lora_target_modules` names 
 `["all-linear", "embed_tokens", "lm_head"]`. As in PEFT, LoRA on an embedding that shares its \
 weight with the output embedding acts on the embedding alone. PEFT saves a copy of the embedding's \
 weight beside such an adapter (`embed_tokens.base_layer.weight`): it is compared with the base \
-model's and must be the same, as `AdapterInfo.report` notes under `verified`.
+model's and must be the same, as `AdapterInfo.report` notes under `verified`. An adapter for more \
+tokens than the model's embedding or output embedding has is refused with both numbers: serve the \
+model that it was trained on, resized with `resize_token_embeddings`.
 
 ## Names of tensors
 
@@ -98,6 +101,39 @@ rank's own part.
 `adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
 `torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
 unloaded. Where both files are there, the safetensors file is read.
+
+## NeMo archives
+
+A path that ends in `.nemo`, or `LoraManager.load_from_nemo`, is a tar archive, plain or \
+gzipped, with `model_config.yaml` and `model_weights.ckpt`. The latter is a pickle, so \
+`allow_pickle=True` is needed here, too; its tensors are kept in a private directory until the \
+name is given up. The archive is read once, with limits, and nothing of it is extracted under a \
+name.
+
+Tensors `...layers.N.self_attention.adapter_layer.lora_kqv_adapter.linear_in.weight` are A and \
+`...linear_out.weight` are B of q, k and v of layer N; any other tensor fails the load. The \
+model's module is the one of TensorRT-LLM's id of attn_qkv in that layer (`qkv_proj`), or \
+`q_proj`, `k_proj` and `v_proj` where `fused_modules` knows them. The scale is \
+`peft.lora_tuning.alpha` over the rank, as in NeMo, or 1 where the file has no alpha.
+
+NeMo computes q, k and v in one module whose outputs lie group by group: the queries of a \
+group's heads, its key, its value. Modules here have all of q, then all of k, then all of v, so \
+B's rows are moved, by `num_attention_heads`, `num_query_groups` (as many as heads if it is \
+null) and `kv_channels` (`hidden_size` over heads if it is null) of `model_config.yaml`. Without \
+these, with other sizes than the model's, with `megatron_legacy`, `rotary_interleaved` or \
+`weight_tying`, and with the weights of several ranks it is refused. TensorRT-LLM moves no rows \
+and applies no alpha. `lora_dir` lists no archives. NeMo 2's checkpoints, which are directories, \
+and its "canonical" LoRA are not read.
+
+## Tensors
+
+`LoraManager.load_from_tensors(name, config, tensors)` takes the same from memory: the fields of \
+`adapter_config.json`, or PEFT's `LoraConfig`, and tensors under the names that a file has for \
+them. `register`, `load` and `reload` take `PeftTensors(config, tensors)` as a source. All rules \
+above hold, and the same content has the same generation. The tensors are copied to a safetensors \
+file in a private directory before the call returns (`TMPDIR` chooses where), and read from there; \
+it is removed when the name is given up. A name that is loaded stays what it is: to give it other \
+tensors, use `reload`.
 """
 
 

@@ -11,7 +11,7 @@ from pagedlora.errors import UnsupportedAdapterError
 from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.coverage import CoverageReport, counted
 from pagedlora.loaders.fused_modules import Part, renamed
-from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.module_table import ModuleSizes, ModuleTable
 from pagedlora.loaders.rows import AdapterModule, AdapterTensors
 from pagedlora.loaders.shards import local_modules
 from pagedlora.loaders.stored import (
@@ -25,6 +25,8 @@ from pagedlora.loaders.stored import (
 from pagedlora.loaders.tensor_names import AmbiguousNameError, renamings
 from pagedlora.sharding import Sharding
 
+_OUTPUT_EMBEDDINGS = ("lm_head", "embed_out")
+"""Last parts of their names."""
 ZERO_BIAS = "(zeros)"
 """In offsets: the zeros that stand for biases which other ranks add; no module's label."""
 
@@ -77,7 +79,8 @@ def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter
     Raises:
         AdapterFormatError: The model has no such module, several, or one of other sizes; or PEFT
             would draw weights for modules that the configuration targets and the file lacks.
-        UnsupportedAdapterError: The rank is over the maximum.
+        UnsupportedAdapterError: The rank is over the maximum, or the adapter is for more tokens
+            than the model has.
     """
     modules: dict[str, BoundModule] = {}
     changes: list[str] = []
@@ -260,6 +263,7 @@ def _bind_whole(name: str, module: AdapterModule, table: ModuleTable, path: str)
         raise tensor_error(
             path, a.name, f"is {has} for module '{name}' of the model, which needs {needed}"
         )
+    _check_vocabulary(name, module, sizes, path)
     _check_pair(module.pair, sizes.in_features, sizes.out_features, table, path)
     return BoundModule(
         sizes.module_index, name, module.scale, module.pair, module.vectors, module.is_embedding
@@ -327,6 +331,24 @@ def _check_pair(
     check_rank(pair.rank, table.max_lora_rank, path)
     _check_shape(pair.a, [pair.rank, in_features], path)
     _check_shape(pair.b, [out_features, pair.rank], path)
+
+
+def _check_vocabulary(name: str, module: AdapterModule, sizes: ModuleSizes, path: str) -> None:
+    """Refuses LoRA on an embedding, or an output embedding, of more tokens than the model has."""
+    if module.is_embedding:
+        tensor, theirs, ours = module.pair.a, module.pair.a.shape[1], sizes.in_features
+    elif name[name.rfind(".") + 1 :] in _OUTPUT_EMBEDDINGS and not sizes.is_in_layer:
+        tensor, theirs, ours = module.pair.b, module.pair.b.shape[0], sizes.out_features
+    else:
+        return
+    if theirs > ours:
+        raise UnsupportedAdapterError(
+            f"tensor '{tensor.name:.200}' of '{path}' is for {theirs} tokens, and module '{name}' "
+            f"of the model has {ours}: tokens were added before the adapter was trained. Way out: "
+            f"serve the model that it was trained on, resized to {theirs} tokens "
+            "(resize_token_embeddings), or train without new tokens",
+            field=tensor.name,
+        )
 
 
 def _check_overlaps(modules: Iterable[BoundModule], path: str) -> None:

@@ -115,9 +115,7 @@ def open_peft_directory(
     try:
         config = read_peft_config(directory, root, strict=options.strict)
     except UnsupportedAdapterError as error:
-        if error.field == "modules_to_save":
-            raise _with_whole_tensors(error, path, root) from None
-        raise
+        raise with_whole_tensors(error, path, path, root) from None
     source, copy = _open_if_there(path, root), None
     if source is None:
         copy = _open_pickle(Path(directory), options, root)
@@ -143,10 +141,19 @@ def _stored(source: _core.TensorSource) -> list[StoredTensor]:
     ]
 
 
-def _with_whole_tensors(
-    error: UnsupportedAdapterError, path: str, root: _core.AdapterRoot | None
+def with_whole_tensors(
+    error: UnsupportedAdapterError, path: str, label: str, root: _core.AdapterRoot | None = None
 ) -> PagedLoraError:
-    """The same with what the file has of whole modules, or what is wrong with the file."""
+    """The same with what the weights file has of whole modules, or what is wrong with the file.
+
+    Args:
+        error: Why a configuration is refused; others than for `modules_to_save` stay as they are.
+        path: The weights file.
+        label: Names it in the error.
+        root: Where it must lie.
+    """
+    if error.field != "modules_to_save":
+        return error
     try:
         headers = _core.read_safetensors_header(_core.open_file_source(path, root))
     except AdapterNotFoundError:
@@ -164,7 +171,7 @@ def _with_whole_tensors(
     more = f" and {len(whole) - _SHOWN_TENSORS} more" if len(whole) > _SHOWN_TENSORS else ""
     total = sum(sizes[tensor.name] for tensor in whole)
     return UnsupportedAdapterError(
-        f"{error.message}. '{path}' has {len(whole)} such tensors of {total} bytes: {shown}{more}",
+        f"{error.message}. '{label}' has {len(whole)} such tensors of {total} bytes: {shown}{more}",
         field=error.field,
     )
 

@@ -33,7 +33,7 @@ class _Row(NamedTuple):
     is_dora: int = 0
 
 
-_ModulesById: TypeAlias = dict[tuple[int, int], list[_core.LoraModule]]
+ModulesById: TypeAlias = dict[tuple[int, int], list[_core.LoraModule]]
 
 
 def unpack(
@@ -123,7 +123,7 @@ def _read_config(config: torch.Tensor, path: str) -> list[_Row]:
 def _pairs(
     values: torch.Tensor, rows: list[_Row], model_config: _core.LoraModelConfig, path: str
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    modules = _modules_by_id(model_config)
+    modules = modules_by_id(model_config)
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     positions: dict[str, int] = {}
     for row in rows:
@@ -142,16 +142,16 @@ def _pairs(
     return pairs
 
 
-def _modules_by_id(model_config: _core.LoraModelConfig) -> _ModulesById:
-    """Module id and layer to the modules that have both; usually one."""
-    modules: _ModulesById = {}
+def modules_by_id(model_config: _core.LoraModelConfig) -> ModulesById:
+    """TensorRT-LLM's module id and layer to the modules that have both; usually one."""
+    modules: ModulesById = {}
     for module in whole_modules(model_config):
         if module.module_id >= 0 and module.layer_id >= 0:
             modules.setdefault((module.module_id, module.layer_id), []).append(module)
     return modules
 
 
-def _find_module(row: _Row, modules: _ModulesById, path: str) -> _core.LoraModule:
+def _find_module(row: _Row, modules: ModulesById, path: str) -> _core.LoraModule:
     for name, value in (("module id", row.module_id), ("layer", row.layer_id)):
         if value < 0:
             raise _row_error(path, row, f"has {name} {value}: it must be 0 or more")
@@ -161,7 +161,7 @@ def _find_module(row: _Row, modules: _ModulesById, path: str) -> _core.LoraModul
     return matches[0]
 
 
-def _why_no_module(row: _Row, modules: _ModulesById) -> str:
+def _why_no_module(row: _Row, modules: ModulesById) -> str:
     if not modules:
         return (
             f"names module id {row.module_id}, but the model configuration has no module with a "

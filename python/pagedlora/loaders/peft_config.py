@@ -180,14 +180,28 @@ def _read_json(path: Path, root: _core.AdapterRoot | None) -> Mapping[str, Any]:
             "PEFT's save_pretrained wrote",
             name=str(path),
         ) from None
+    return fields_of(content, str(path))
+
+
+def fields_of(content: bytes, path: str) -> Mapping[str, Any]:
+    """The fields of a configuration as its file has them.
+
+    Args:
+        content: JSON.
+        path: Named in errors.
+
+    Raises:
+        AdapterFormatError: It is longer than `MAX_CONFIG_BYTES`, or no JSON object, or has a member
+            twice.
+    """
     if len(content) > MAX_CONFIG_BYTES:
-        raise format_error(str(path), f"is longer than {MAX_CONFIG_BYTES} bytes")
+        raise format_error(path, f"is longer than {MAX_CONFIG_BYTES} bytes")
     try:
         fields = json.loads(content, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise format_error(str(path), f"is not JSON: {error}") from None
+        raise format_error(path, f"is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise format_error(str(path), "is not a JSON object")
+        raise format_error(path, "is not a JSON object")
     return fields
 
 

@@ -1,17 +1,19 @@
-"""Weights in `adapter_model.bin`, a pickle: read once, and kept as a safetensors file.
+"""Weights that are in no safetensors file: a pickle's, a caller's. They are kept as one.
 
 So the cache reads them again after an eviction as it reads all others: in pieces, without Python,
-and without a pickle. Only where the caller allows it, and with `weights_only=True`, which builds
-tensors and plain containers and calls nothing else.
+and without a pickle. Pickles only where the caller allows it, and with `weights_only=True`, which
+builds tensors and plain containers and calls nothing else.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
 import weakref
-from typing import IO, TYPE_CHECKING
+from collections.abc import Mapping
+from typing import IO, TYPE_CHECKING, Any
 
 from pagedlora.errors import AdapterFormatError, AdapterReadError
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 PICKLE_NAME = "adapter_model.bin"
 MAX_PICKLE_BYTES = 8 << 30
 """A larger file is refused: all of it is in memory while it is converted."""
+_METADATA = "__metadata__"
+"""What safetensors files have beside tensors."""
 _SHOWN = 200
 
 
@@ -55,23 +59,63 @@ def convert_pickle(file: IO[bytes], path: str, name: str) -> PrivateCopy:
         AdapterReadError: The system will not read it, or write the new one.
         AdapterFormatError: It is too large, or not a pickle of named tensors.
     """
-    from safetensors.torch import save_file
+    return keep_tensors(load_pickle(file, path), path, name)
 
+
+def load_pickle(file: IO[bytes], path: str) -> dict[Any, Any]:
+    """What a pickle of tensors has by name, as far as it is known; see `convert_pickle`."""
     try:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > MAX_PICKLE_BYTES:
             raise _error(path, f"has {size_bytes} bytes, over the limit of {MAX_PICKLE_BYTES}")
-        tensors = _named_tensors(_unpickle(file, path), path)
-        copy = PrivateCopy(name)
-        save_file(tensors, copy.path)
+        content = _unpickle(file, path)
     except AdapterFormatError:
         raise
     except OSError as error:
         raise AdapterReadError(
-            f"'{path}' cannot be read, or not be copied: {error.strerror}",
-            path=path,
-            errno=error.errno,
+            f"'{path}' cannot be read: {error.strerror}", path=path, errno=error.errno
         ) from error
+    if not isinstance(content, dict):
+        raise _error(path, f"has a {type(content).__name__} instead of tensors by name")
+    return content
+
+
+def keep_tensors(
+    tensors: Mapping[Any, Any],
+    path: str,
+    name: str,
+    metadata: dict[str, str] | None = None,
+) -> PrivateCopy:
+    """Writes tensors to a safetensors file of this process's own.
+
+    Args:
+        tensors: By name; of any device, strides and shared memory. Copied.
+        path: Names them in errors.
+        name: Of the new file.
+        metadata: Put into its header.
+
+    Returns:
+        The new file, for as long as the caller keeps the object.
+
+    Raises:
+        AdapterReadError: The system will not write it.
+        AdapterFormatError: Something is no tensor with values, or has no name.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    own = _own_tensors(tensors, path)
+    try:
+        copy = PrivateCopy(name)
+        save_file(own, copy.path, metadata)
+    except (OSError, SafetensorError) as error:  # the latter where the disk is full
+        raise AdapterReadError(
+            f"the tensors of '{path}' cannot be kept in a temporary file: {error}",
+            path=path,
+            errno=getattr(error, "errno", None) or errno.EIO,
+        ) from error
+    except (KeyError, ValueError) as error:
+        raise _error(path, f"has what no safetensors file can have: {error!s:.{_SHOWN}}") from None
     return copy
 
 
@@ -87,17 +131,15 @@ def _unpickle(file: IO[bytes], path: str) -> object:
         raise _error(path, f"is not a pickle of tensors alone: {reason:.{_SHOWN}}") from None
 
 
-def _named_tensors(content: object, path: str) -> dict[str, torch.Tensor]:
-    """Tensors of their own memory, as safetensors needs them."""
+def _own_tensors(tensors: Mapping[Any, Any], path: str) -> dict[str, torch.Tensor]:
+    """The same on the CPU, each in memory of its own, as safetensors needs them."""
     import torch
 
-    if not isinstance(content, dict):
-        raise _error(path, f"has a {type(content).__name__} instead of tensors by name")
-    for name, tensor in content.items():
+    for name, tensor in tensors.items():
         is_tensor = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        if not isinstance(name, str) or not is_tensor:
+        if not isinstance(name, str) or name == _METADATA or not is_tensor or tensor.is_meta:
             raise _error(path, f"has {name!r:.80}, a {type(tensor).__name__}: dense tensors needed")
-    return {name: tensor.detach().contiguous().clone() for name, tensor in content.items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def _error(path: str, problem: str) -> AdapterFormatError:

@@ -42,7 +42,7 @@ class BaseModel:
         self._scratch: _core.ScratchFile | None = None
 
     def prepare(
-        self, adapter: BoundAdapter, file: SourceFile, source: _core.TensorSource
+        self, adapter: BoundAdapter, file: SourceFile, source: _core.TensorSource, path: str
     ) -> tuple[_core.TensorSource, dict[str, int]]:
         """Does for an adapter what needs the base model's weights; reads its file if that is so.
 
@@ -50,6 +50,7 @@ class BaseModel:
             adapter: As the model has it.
             file: Its weights.
             source: The same, as the core reads it.
+            path: Names it in errors.
 
         Returns:
             The source with the scales of DoRA and zeros for biases behind it, and where they lie,
@@ -61,7 +62,7 @@ class BaseModel:
             AdapterFormatError: A scale of DoRA is not finite.
             PagedLoraError: The file cannot be read, or the scratch file not be written.
         """
-        self._check_dora(adapter, file.path)
+        self._check_dora(adapter, path)
         with_dora = [module for module in adapter.local if module.vectors.magnitude is not None]
         behind = (
             [] if not adapter.zero_bias_bytes else [(ZERO_BIAS, bytes(adapter.zero_bias_bytes))]
@@ -73,10 +74,8 @@ class BaseModel:
                 # Without weights it is refused on every rank, whichever has the module.
                 for module in adapter.modules if self._weights is None else adapter.local:
                     if module.name in adapter.base_copies:
-                        self._compare(module, adapter, read, file.path)
-                behind += [
-                    (m.label, self._dora_scale(m, adapter, read, file.path)) for m in with_dora
-                ]
+                        self._compare(module, adapter, read, path)
+                behind += [(m.label, self._dora_scale(m, adapter, read, path)) for m in with_dora]
         return self._behind(source, behind)
 
     def _behind(

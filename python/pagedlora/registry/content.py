@@ -8,12 +8,12 @@ from pagedlora import _core
 from pagedlora.errors import warn_caller
 from pagedlora.loaders.coverage import CoverageReport
 from pagedlora.loaders.digest import RowTable, content_digest
-from pagedlora.loaders.hf import PeftDirectory, make_plan, open_peft_directory
+from pagedlora.loaders.hf import PeftDirectory, make_plan
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.open_adapter import AdapterSource, open_adapter
 from pagedlora.loaders.shape_cache import AdapterShape, ShapeCache, shape_key
 from pagedlora.loaders.values import ValueCheck
-from pagedlora.paths import SourcePath, without_links
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 
@@ -22,22 +22,24 @@ class AdapterContent:
     """An adapter as it was parsed; immutable.
 
     Attributes:
-        path: Its directory, as it was given.
+        path: Its directory or file, as it was given.
         real_path: The same without links.
+        label: What errors name: its weights file, or what that was made from.
         file: Its weights file.
         source: The same as the core reads it.
         rows: Where in the file its matrices lie.
         report: What became of its tensors.
-        copy: Keeps the file there, where it was made from a pickle.
+        copy: Keeps the file there, where this process made it.
     """
 
-    __slots__ = ("copy", "file", "path", "real_path", "report", "rows", "source")
+    __slots__ = ("copy", "file", "label", "path", "real_path", "report", "rows", "source")
 
     def __init__(
         self, directory: PeftDirectory, real_path: str, rows: RowTable, report: CoverageReport
     ) -> None:
         self.path = directory.path
         self.real_path = real_path
+        self.label = directory.weights_path
         self.file = directory.file
         self.source = directory.source
         self.rows = rows
@@ -64,21 +66,21 @@ class AdapterContent:
                         raise deadline.error(self.path)
                     yield piece
 
-            check = ValueCheck(self.file.path, table.config.dtype) if options.check_values else None
+            check = ValueCheck(self.label, table.config.dtype) if options.check_values else None
             return content_digest(self.rows.contents(table), read_in_time, check)
 
 
 def parse_adapter(
-    source: SourcePath,
+    source: AdapterSource,
     table: ModuleTable,
     options: LoadOptions = DEFAULT_OPTIONS,
     shapes: ShapeCache | None = None,
     base: BaseModel | None = None,
 ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
-    """Parses a PEFT directory for a model; reads no weights, but for what `base` needs of them.
+    """Parses an adapter for a model; reads no weights, but for what `base` needs of them.
 
     Args:
-        source: The directory.
+        source: Where it is.
         table: The model's modules.
         options: What is allowed.
         shapes: Of the same model and options: what is there need not be parsed again.
@@ -91,16 +93,41 @@ def parse_adapter(
     Raises:
         PagedLoraError: As `LoraManager.register` for a source that cannot be used.
     """
-    path = source.path
-    directory = open_peft_directory(path, options, source.root)
+    directory = open_adapter(source, options)
+    real_path = source.real_path()
+    parsed = parse_opened(directory, real_path, table, options, shapes=shapes, base=base)
+    for note in parsed[0].report.ignored:
+        warn_caller(f"adapter '{source.path}': {note}")
+    return parsed
+
+
+def parse_opened(
+    directory: PeftDirectory,
+    real_path: str,
+    table: ModuleTable,
+    options: LoadOptions,
+    *,
+    shapes: ShapeCache | None,
+    base: BaseModel | None,
+) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
+    """The same for an adapter that was opened; warns of nothing.
+
+    Args:
+        directory: The adapter.
+        real_path: Where it was, as `AdapterContent` has it.
+        table: As in `parse_adapter`.
+        options: As in `parse_adapter`.
+        shapes: As in `parse_adapter`.
+        base: As in `parse_adapter`.
+    """
     shape = _shape_of(directory, table, shapes)
     adapter = shape.adapter
-    for note in adapter.report.ignored:
-        warn_caller(f"adapter '{path}': {note}")
     group = _core.SourceGroup(directory.source)
-    whole, offsets = (base or BaseModel(None)).prepare(adapter, directory.file, group)
+    whole, offsets = (base or BaseModel(None)).prepare(
+        adapter, directory.file, group, directory.weights_path
+    )
     plan = make_plan(adapter, table, whole, offsets, checks_values=options.check_values)
-    real_path = without_links(path)
+    path = directory.path
     real_path = path if real_path == path else real_path  # one string for both
     content = AdapterContent(directory, real_path, shape.rows, adapter.report)
     return content, plan, group

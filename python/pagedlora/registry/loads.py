@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pagedlora.errors import InvalidArgumentError
-from pagedlora.paths import SourcePath
+from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight
 from pagedlora.registry.generations import Generation
@@ -27,14 +27,14 @@ class Loader:
         self._reloader = reloader
         self._flights: dict[str, tuple[str | None, Flight]] = {}
 
-    def register(self, name: str, source: SourcePath) -> NameEntry:
+    def register(self, name: str, source: AdapterSource) -> NameEntry:
         """As `LoraManager.register`."""
         content, plan, sources = self._parse(source)
         with self._lock:
             self._names.check_new(name)
             return self._names.add(name, self._generations.add(content, plan, sources))
 
-    def register_or_find(self, name: str, source: SourcePath) -> tuple[NameEntry, bool]:
+    def register_or_find(self, name: str, source: AdapterSource) -> tuple[NameEntry, bool]:
         """The name's entry, and whether this call made it: another one may have meanwhile."""
         content, plan, sources = self._parse(source)
         with self._lock:
@@ -49,7 +49,7 @@ class Loader:
     def load(
         self,
         name: str,
-        source: SourcePath | None,
+        source: AdapterSource | None,
         real_path: str | None,
         pinned: bool,
         deadline: Deadline,
@@ -105,7 +105,9 @@ class Loader:
             self._flights[name] = (real_path or known, flight)
             return flight, True
 
-    def _load(self, name: str, source: SourcePath | None, pinned: bool, deadline: Deadline) -> None:
+    def _load(
+        self, name: str, source: AdapterSource | None, pinned: bool, deadline: Deadline
+    ) -> None:
         with self._lock:
             entry, is_new = self._names.find(name), False
         if entry is None and source is not None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pagedlora import _core
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.loaders.shape_cache import ShapeCache
-from pagedlora.paths import SourcePath
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.content import AdapterContent, parse_adapter
 from pagedlora.registry.deadline import Deadline
@@ -43,7 +43,7 @@ class RegistryParts:
     pins: HostPins
 
     def parse(
-        self, source: SourcePath
+        self, source: AdapterSource
     ) -> tuple[AdapterContent, _core.AdapterPlan, _core.SourceGroup]:
         """`parse_adapter` for this registry's model, options and base weights."""
         return parse_adapter(source, self.table, self.options, self.shapes, self.base)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from pagedlora.errors import AdapterInUseError, GenerationConflictError, PagedLoraError
-from pagedlora.paths import SourcePath
+from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.registry.content import AdapterContent
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight, is_impatience
@@ -59,7 +59,7 @@ class Reloader:
                     self._share(entry, first)
                 return digest
 
-    def reload(self, entry: NameEntry, source: SourcePath, expected: str | None) -> None:
+    def reload(self, entry: NameEntry, source: AdapterSource, expected: str | None) -> None:
         """As `LoraManager.reload`."""
         content, plan, sources = self._parse(source)
         digest = self._digest(content, Deadline(None))

@@ -6,7 +6,9 @@ import os
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
-from pagedlora.paths import SourcePath, is_possible_path, to_path, without_links
+from pagedlora.loaders.given_tensors import GivenTensors, PeftTensors
+from pagedlora.loaders.open_adapter import AdapterSource
+from pagedlora.paths import SourceForm, SourcePath, is_possible_path, to_path, without_links
 from pagedlora.registry.lora_dir import LoraDirectory
 
 
@@ -24,14 +26,23 @@ class Sources:
         directory = None if lora_dir is None else to_path(lora_dir, "lora_dir")
         self._lora_dir = None if directory is None else LoraDirectory(directory)
 
-    def place(self, source: object, name: str) -> SourcePath:
-        """The source that a caller gave for a name, confined to `adapter_root`.
+    def place(self, source: object, whose: str, form: SourceForm = "auto") -> AdapterSource:
+        """The source that a caller gave, confined to `adapter_root` if it is a path.
+
+        Args:
+            source: What the caller gave.
+            whose: Names the adapter in errors.
+            form: What the caller says that it is.
 
         Raises:
-            InvalidArgumentError: It is no path.
+            InvalidArgumentError: It is neither a path nor tensors.
             AdapterPathError: No file of `adapter_root` can have that path.
+            AdapterFormatError: Of tensors, some cannot be those of an adapter.
+            AdapterReadError: They cannot be kept.
         """
-        return SourcePath.of(source, f"the source of adapter '{name!s:.80}'", self._root)
+        if isinstance(source, PeftTensors):
+            return GivenTensors(source, whose)
+        return SourcePath.of(source, f"the source of {whose}", self._root, form)
 
     def resolve(self, source: object) -> str:
         """As `LoraManager.resolve_source`."""
@@ -64,7 +75,7 @@ class Sources:
             )
         return place
 
-    def check_not_listed(self, name: str, place: SourcePath) -> None:
+    def check_not_listed(self, name: str, place: AdapterSource) -> None:
         """Raises InvalidArgumentError if `lora_dir` lists the name for another directory."""
         if name not in self.listed:
             return
