@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.adapters import CONFIG_FILE
-from tests.support.peft_corpus import Entry, save_entry, silent_peft
+from tests.support.peft_corpus import Entry, save_entry
+from tests.support.row_kinds import silent_peft
 from tests.support.tiny_models import build_tiny_model
 
 from pagedlora import (
