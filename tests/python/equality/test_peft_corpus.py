@@ -158,6 +158,20 @@ def _one_scale(rules: ModuleRules, module: str) -> ModuleScaling:
     return scaling._replace(scale=config.lora_alpha / root)
 
 
+def _without_root(rules: ModuleRules, module: str) -> ModuleScaling:
+    """A fault: rank-stabilised adapters are scaled like others."""
+    scaling = _SCALING(rules, module)
+    root = math.sqrt(scaling.rank) if rules._config.use_rslora else 1
+    return scaling._replace(scale=scaling.scale / root)
+
+
+def _one_lookup(rules: ModuleRules, module: str) -> ModuleScaling:
+    """A fault: the key that gives the rank is the key of the alpha, too."""
+    scaling, config = _SCALING(rules, module), rules._config
+    alpha = config.alpha_pattern.get(_FIND_KEY(rules._ranks, module) or "", config.lora_alpha)
+    return scaling._replace(scale=alpha / scaling.rank)
+
+
 def _last_key(table: KeyTable, module: str) -> str | None:
     """A fault: of several keys that match the last one counts."""
     return next(
@@ -187,6 +201,13 @@ _FIND = NameMatcher.find
 FAULTS: dict[str, tuple[type, str, Callable[..., Any], str]] = {
     "one scale for all modules": (ModuleRules, "scaling", _one_scale, "alpha pattern"),
     "one scale, with rsLoRA": (ModuleRules, "scaling", _one_scale, "patterns and rsLoRA"),
+    "rsLoRA ignored": (ModuleRules, "scaling", _without_root, "patterns and rsLoRA"),
+    "one lookup for both patterns": (
+        ModuleRules,
+        "scaling",
+        _one_lookup,
+        "both patterns, other keys",
+    ),
     "the last key wins": (KeyTable, "find", _last_key, "first alpha wins"),
     "anchors ignored": (KeyTable, "find", _without_anchor, "anchored key"),
     "layers mixed up": (NameMatcher, "find", _other_layer, "all-linear"),
