@@ -1,6 +1,6 @@
 """Adapters that PEFT itself makes, one for each way to fill in its `LoraConfig`.
 
-`loaded` are those that must answer as PEFT does, `REFUSED` those that must be refused by the name
+`loaded` are those that must answer as PEFT does, `refused` those that must be refused by the name
 of a field or tensor. Together they meet every field of `pagedlora.loaders.peft_fields`.
 """
 
@@ -224,51 +224,73 @@ def _kinds(n: Names) -> dict[str, dict[str, Any]]:
     }
 
 
-def _refused(refused: str, **fields: Any) -> Entry:
-    return Entry(
-        {"r": 6, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], **fields}, refused
-    )
+def refused(family: str) -> dict[str, Entry]:
+    """What must be refused; name to entry. `NOT_MADE` says what PEFT cannot make of it."""
+    n = NAMES[family]
+    targets = [last(n.one), last(n.other)]
+    fields = {"r": 6, "lora_alpha": 12, "target_modules": targets}
+    entries = {
+        "another method": Entry(
+            {"r": 4, "target_modules": targets}, "peft_type", config=peft.LoHaConfig
+        )
+    }
+    for name, (field_name, own) in _refused_fields(n).items():
+        entries[name] = Entry({**fields, **own}, field_name)
+    for name, (field_name, value) in _EDITED.items():
+        entries[name] = Entry(fields, field_name, edits={field_name: value})
+    return entries
 
 
-def _edited(refused: str, **edits: Any) -> Entry:
-    return Entry(_refused(refused).fields, refused, edits)
+def _refused_fields(n: Names) -> dict[str, tuple[str, dict[str, Any]]]:
+    init = "init_lora_weights"
+    targets = [last(n.one), last(n.other)]
+    return {
+        "all biases": ("bias", {"bias": "all"}),
+        "biases of LoRA's modules": ("bias", {"bias": "lora_only"}),
+        "saved head": ("modules_to_save", {"modules_to_save": [n.head]}),
+        "PiSSA": (init, {init: "pissa"}),
+        "fast PiSSA": (init, {init: "pissa_niter_2"}),
+        "OLoRA": (init, {init: "olora"}),
+        "LoRA-GA": (init, {init: "lora_ga"}),
+        "replicated layers": ("layer_replication", {"layer_replication": [[0, 2], [1, 2]]}),
+        "trained tokens": (
+            "trainable_token_indices",
+            {"trainable_token_indices": {n.embedding: [1, 2]}},
+        ),
+        "aLoRA": (
+            "alora_invocation_tokens",
+            {"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"},
+        ),
+        "QALoRA": ("use_qalora", {"use_qalora": True}),
+        "MonteCLoRA": ("monteclora_config", {"monteclora_config": peft.MontecloraConfig()}),
+        "BD-LoRA": (
+            "use_bdlora",
+            {"use_bdlora": {"target_modules_bd_b": targets, "nblocks": 2}, "r": 4},
+        ),
+        "KaSA": ("kasa_config", {"kasa_config": {"beta": 1e-4}}),
+        "VeLoRA": ("velora_config", {"velora_config": {"num_groups": 4}}),
+        "parameters": (
+            "target_parameters",
+            {"target_parameters": [f"{n.one}.weight"], "target_modules": []},
+        ),
+        "tied weights": ("ensure_weight_tying", {"ensure_weight_tying": True}),
+    }
 
 
-REFUSED: dict[str, Entry] = {
-    "another method": Entry(
-        {"r": 4, "target_modules": ["q_proj"]}, "peft_type", config=peft.LoHaConfig
-    ),
-    "all biases": _refused("bias", bias="all"),
-    "biases of LoRA's modules": _refused("bias", bias="lora_only"),
-    "saved head": _refused("modules_to_save", modules_to_save=["lm_head"]),
-    "PiSSA": _refused("init_lora_weights", init_lora_weights="pissa"),
-    "fast PiSSA": _refused("init_lora_weights", init_lora_weights="pissa_niter_2"),
-    "OLoRA": _refused("init_lora_weights", init_lora_weights="olora"),
-    "LoRA-GA": _refused("init_lora_weights", init_lora_weights="lora_ga"),
-    "CorDA": _edited("init_lora_weights", init_lora_weights="corda"),
-    "LoftQ": _edited("init_lora_weights", init_lora_weights="loftq"),
-    "Megatron": _edited("megatron_config", megatron_config={"hidden_size": 32}),
-    "replicated layers": _refused("layer_replication", layer_replication=[[0, 2], [1, 2]]),
-    "trained tokens": _refused("trainable_token_indices", trainable_token_indices=[1, 2]),
-    "aLoRA": _refused(
-        "alora_invocation_tokens", alora_invocation_tokens=[3], task_type="CAUSAL_LM"
-    ),
-    "QALoRA": _refused("use_qalora", use_qalora=True),
-    "MonteCLoRA": _refused("monteclora_config", monteclora_config=peft.MontecloraConfig()),
-    "BD-LoRA": _refused(
-        "use_bdlora",
-        use_bdlora={"target_modules_bd_b": ["q_proj", "v_proj"], "nblocks": 2},
-        r=4,
-    ),
-    "Arrow": _edited("arrow_config", arrow_config={"top_k": 3}),
-    "KaSA": _refused("kasa_config", kasa_config={"beta": 1e-4}),
-    "VeLoRA": _refused("velora_config", velora_config={"num_groups": 4}),
-    "parameters": _refused(
-        "target_parameters", target_parameters=["self_attn.q_proj.weight"], target_modules=[]
-    ),
-    "tied weights": _refused("ensure_weight_tying", ensure_weight_tying=True),
+_EDITED: dict[str, tuple[str, Any]] = {
+    "CorDA": ("init_lora_weights", "corda"),
+    "LoftQ": ("init_lora_weights", "loftq"),
+    "Megatron": ("megatron_config", {"hidden_size": 32}),
+    "Arrow": ("arrow_config", {"top_k": 3}),
 }
-"""Made on Llama: what is refused by a field of the configuration is so whatever the model."""
+NOT_MADE = {
+    ("gpt2", "another method"): "Conv1D'> not supported",
+    ("gpt2", "replicated layers"): "Could not locate the layers attribute",
+    ("gpt2", "BD-LoRA"): "'Conv1D' object has no attribute 'out_features'",
+    ("gpt2", "KaSA"): "KaSA does not support",
+    (CLASSIFIER, "aLoRA"): "no attribute 'prepare_inputs_for_generation'",
+}
+"""Family and entry that the installed PEFT does not make, and what it says."""
 
 
 def save_corpus(root: Path, family: str, entries: Mapping[str, Entry]) -> dict[str, Path]:

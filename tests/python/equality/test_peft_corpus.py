@@ -16,9 +16,12 @@ from tests.support.equality_bench import Bench, open_bench
 from tests.support.peft_corpus import (
     DECODERS,
     NAMES,
-    REFUSED,
+    NOT_MADE,
+    build,
     loaded,
+    refused,
     save_corpus,
+    save_entry,
 )
 from tests.support.peft_oracle import (
     TOLERANCE,
@@ -30,7 +33,14 @@ from tests.support.peft_oracle import (
 from tests.support.row_kinds import silent_peft
 from tests.support.tiny_models import VOCAB_SIZE
 
-from pagedlora import AdapterFormatError, UnsupportedAdapterError
+from pagedlora import (
+    AdapterFormatError,
+    LoraManager,
+    LoraModelConfig,
+    PeftCacheConfig,
+    PeftCacheManager,
+    UnsupportedAdapterError,
+)
 from pagedlora.loaders.module_rules import ModuleRules, ModuleScaling
 from pagedlora.loaders.patterns import KeyTable, PatternTimer
 from pagedlora.loaders.peft_fields import PEFT_FIELDS
@@ -38,6 +48,7 @@ from pagedlora.loaders.tensor_names import NameMatcher
 
 CorpusOf = Callable[[str], dict[str, Path]]
 OracleOf = Callable[[str], PeftOracle]
+REFUSED = refused("llama")
 _MIN_DIFFERENCE = 100 * TOLERANCE
 
 
@@ -108,10 +119,10 @@ def test_every_supported_configuration_answers_as_peft_does_also_when_read_again
 def test_the_corpus_meets_every_field_of_the_table() -> None:
     """With a value that is not PEFT's default; those of `LoraRuntimeConfig` in one object."""
     asked = {name for entry in loaded("llama").values() for name in entry.fields}
-    refused = {entry.refused for entry in REFUSED.values()}
+    named = {entry.refused for entry in refused("llama").values()}
     for name, field in PEFT_FIELDS.items():
         if "." not in name:
-            assert name in (refused if field.rule == "refused" else asked), name
+            assert name in (named if field.rule == "refused" else asked), name
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -124,6 +135,28 @@ def test_what_is_not_supported_is_refused_by_name_before_anything_is_registered(
     assert REFUSED[name].refused in (caught.value.field, caught.value.field.rpartition(".")[2])
     assert REFUSED[name].refused in str(caught.value)
     assert name not in {info.name for info in bench.llm.list_loras()}
+
+
+CELLS = [(family, name) for family in NAMES for name in refused(family) if family != "llama"]
+
+
+@pytest.mark.parametrize(("family", "name"), CELLS)
+def test_it_is_refused_so_whatever_the_model(family: str, name: str, tmp_path: Path) -> None:
+    """A registry is enough; what PEFT itself does not make of a family cannot be there."""
+    entry = refused(family)[name]
+    if (family, name) in NOT_MADE:
+        with pytest.raises(Exception, match=NOT_MADE[family, name]):
+            save_entry(tmp_path / "a", family, entry, seed=1)
+        return
+    directory = save_entry(tmp_path / "a", family, entry, seed=1)
+    config = LoraModelConfig.from_module(build(family))
+    sizes = PeftCacheConfig(host_cache_size=2**20, device_cache_size=2**20)
+    manager = LoraManager(config, PeftCacheManager(config, sizes))
+    with pytest.raises(UnsupportedAdapterError, match=entry.refused) as caught:
+        manager.register("a", directory)
+    assert entry.refused == caught.value.field
+    assert manager.list() == []
+    manager.cache_manager.close()
 
 
 def test_whole_modules_are_listed_with_their_bytes(tmp_path: Path, bench: Bench) -> None:
