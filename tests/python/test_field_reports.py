@@ -143,6 +143,7 @@ def test_a_local_path_is_taken_in_every_form(
 ) -> None:
     directory = write_random_adapter(tmp_path / "ä b(1)", small_cache.config, rank=1, seed=1)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     forms: list[str | Path] = [
         directory,
         str(directory),
@@ -152,9 +153,14 @@ def test_a_local_path_is_taken_in_every_form(
         Path("ä b(1)"),
         f"../{tmp_path.name}/ä b(1)",
         f"{tmp_path}//ä b(1)/.",
+        "~/ä b(1)",
+        Path("~") / "ä b(1)",
     ]
     generations = {small_cache.adapters.load(f"{form!r}", form).generation for form in forms}
     assert len(generations) == 1
+    confined = LoraManager(small_cache.config, small_cache.peft, adapter_root=tmp_path / "ä b(1)")
+    with pytest.raises(AdapterNotFoundError):  # beneath a root it is a name like any other
+        confined.load("a", "~/ä b(1)")
     for missing in ("~/nobody/adapter", "somebody/adapter", "adapter@main"):
         with pytest.raises(AdapterNotFoundError):
             small_cache.adapters.load("missing", missing)
