@@ -36,7 +36,8 @@ class SourcePath(NamedTuple):
         """What a caller gave.
 
         Args:
-            source: A string or a path object of one; beneath a root also relative to it.
+            source: A string or a path object of one; beneath a root also relative to it. Without
+                a root "~" at its beginning is the home directory, as in a shell.
             name: What it is called in the error.
             root: Where it must lie; not looked at yet.
             form: What the caller says that it is.
@@ -47,7 +48,8 @@ class SourcePath(NamedTuple):
         """
         path = to_path(source, name)
         if root is None:
-            return cls(path, None, form)
+            is_at_home = path == "~" or path.startswith("~/")
+            return cls(os.path.expanduser(path) if is_at_home else path, None, form)
         if not is_possible_path(path):
             raise AdapterPathError(
                 f"{name} is {path!r:.200}, which is no possible path below adapter_root "

@@ -14,11 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_tensors, write_adapter
 from tests.support.cache_fixtures import Cache, build_cache, check_pages
+from tests.support.fuzzing import fuzz_examples
 
 from pagedlora import PagedLoraError
 
 SHAPES = {"q_proj": (8, 8), "v_proj": (8, 4)}
-EXAMPLES = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(
+    max_examples=fuzz_examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 class Target:

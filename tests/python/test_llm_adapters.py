@@ -130,6 +130,37 @@ def test_reloading_beside_generate_changes_none_of_its_answers(
     assert tokens_of(llm.generate(prompts, GREEDY, "r8")) == new
 
 
+def test_sixteen_threads_that_load_and_unload_change_none_of_the_answers(
+    llm: LLM, llama_adapters: dict[str, Path]
+) -> None:
+    """Each with names of its own, for as long as prompts are answered again and again."""
+    prompts = make_prompts(6, seed=3)
+    names = ["r3", "r8", None] * 2
+    expected = tokens_of(llm.generate(prompts, GREEDY, names))
+    is_over = threading.Event()
+    paths = [*llama_adapters.values()]
+
+    def come_and_go(number: int) -> int:
+        rounds = 0
+        while not is_over.is_set() or rounds < 3:
+            llm.load_lora(f"guest {number}", paths[(number + rounds) % len(paths)])
+            llm.unload_lora(f"guest {number}")
+            rounds += 1
+        return rounds
+
+    guests = [Call(come_and_go, number) for number in range(16)]
+    try:
+        for _ in range(5):
+            assert tokens_of(llm.generate(prompts, GREEDY, names)) == expected
+    finally:
+        is_over.set()
+        rounds = [guest.result() for guest in guests]
+    assert min(rounds) >= 3
+    assert not [info.name for info in llm.list_loras() if info.name.startswith("guest")]
+    assert llm.lora_manager.retired() == ()
+    assert uses_of(llm) == {}
+
+
 def test_how_strict_it_is_comes_from_the_configuration(tmp_path: Path) -> None:
     model = build_tiny_model("llama")
     config = LoraModelConfig.from_module(model)

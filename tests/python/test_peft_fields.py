@@ -121,6 +121,20 @@ def test_an_unknown_field_fails_or_warns(small_cache: Cache, tmp_path: Path, val
     lenient.unload("a")
 
 
+def test_of_several_refused_fields_the_one_that_says_most_is_named() -> None:
+    """Other methods have fields of their own, of which this table knows none."""
+    for fields, named in [
+        ({"tomorrow": 1, "peft_type": "LOHA", "bias": "all"}, "peft_type"),
+        ({"tomorrow": 1, "bias": "all"}, "bias"),
+        ({"tomorrow": 1, "later": 2}, "tomorrow"),
+    ]:
+        with pytest.raises(UnsupportedAdapterError) as caught:
+            parse_peft_config(
+                {**fields, **{k: v for k, v in PLAIN.items() if k not in fields}}, "x"
+            )
+        assert caught.value.field == named
+
+
 @pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_matches_no_module_fails_or_warns(
     small_cache: Cache, tmp_path: Path, pattern: str

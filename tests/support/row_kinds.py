@@ -94,7 +94,7 @@ def save_kind(directory: Path, family: str, fields: Fields, *, seed: int) -> Pat
         model = peft.get_peft_model(build_tiny_model(family), config)
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
-                _randomise(module, generator)
+                randomise_layer(module, generator)
         model.save_pretrained(directory, save_embedding_layers=False)
     return directory
 
@@ -107,20 +107,20 @@ def silent_peft() -> Iterator[None]:
         yield
 
 
-def _randomise(layer: Any, generator: torch.Generator) -> None:
+def randomise_layer(layer: Any, generator: torch.Generator) -> None:
     """Draws everything so that what the layer adds is visible and not too large."""
 
     def noise(tensor: torch.Tensor) -> torch.Tensor:
         return torch.randn(tensor.shape, generator=generator)
 
-    scale, rank = layer.scaling["default"], layer.r["default"]
+    scale, rank = abs(layer.scaling["default"]), layer.r["default"]
     if layer.lora_embedding_A:
         a, b = layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]
         a.copy_(noise(a))
     else:
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         a.copy_(noise(a) / a.shape[1] ** 0.5)
-        bias = layer.lora_B["default"].bias
+        bias = getattr(layer.lora_B["default"], "bias", None)  # block-diagonal ones have none
         if bias is not None:
             bias.copy_(noise(bias) * _STRENGTH / scale)
     b.copy_(noise(b) * _STRENGTH / (scale * rank**0.5))

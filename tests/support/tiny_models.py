@@ -121,6 +121,15 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "v_head_dim": 12,
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {}),
     # Families that the engine must refuse.

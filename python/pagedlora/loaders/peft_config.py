@@ -140,8 +140,8 @@ def parse_peft_config(
         UnsupportedAdapterError: A field asks for something that is not supported.
     """
     notes: list[str] = []
-    for name, value in fields.items():
-        _check_supported(name, value, strict, notes)
+    for name in sorted(fields, key=_says_less):
+        _check_supported(name, fields[name], strict, notes)
     values = FieldReader(fields, path)
     return PeftLoraConfig(
         r=values.rank("r"),
@@ -234,6 +234,11 @@ def _check_supported(name: str, value: Any, strict: bool, notes: list[str]) -> N
             f"{known.why}{unless}. Way out: {known.way_out}",
             field=name,
         )
+
+
+def _says_less(name: str) -> tuple[bool, bool]:
+    """Of several fields that are refused the first one is named: the method, then known ones."""
+    return name != "peft_type", name not in PEFT_FIELDS
 
 
 def _check_unknown(name: str, value: Any, strict: bool, notes: list[str]) -> None:

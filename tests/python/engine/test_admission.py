@@ -19,6 +19,7 @@ ADMITTED = [
     "qwen3",
     "mistral",
     "mixtral",
+    "qwen2_moe",
     "gemma2",
     "gemma3",
     "phi",

@@ -11,10 +11,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from tests.support.adapters import CONFIG_FILE
-from tests.support.peft_corpus import Entry, save_entry, silent_peft
+from tests.support.fuzzing import fuzz_examples, fuzz_seed
+from tests.support.peft_corpus import Entry, save_entry
+from tests.support.row_kinds import silent_peft
 from tests.support.tiny_models import build_tiny_model
 
 from pagedlora import (
@@ -158,10 +160,12 @@ def exam(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exam]:
 
 
 def test_any_configuration_is_a_typed_error_or_answers_as_peft_does(exam: Exam) -> None:
+    number = fuzz_examples(200)
+
+    @seed(fuzz_seed())
     @settings(
-        max_examples=200,
+        max_examples=number,
         deadline=None,
-        derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
@@ -171,8 +175,9 @@ def test_any_configuration_is_a_typed_error_or_answers_as_peft_does(exam: Exam) 
 
     exam.loaded = exam.judged = 0
     run()
+    print(f"of {number} configurations {exam.loaded} loaded, and PEFT judged {exam.judged}")
     # The fuzzer meets both outcomes, and PEFT has judged most of what loaded.
-    assert 30 <= exam.judged <= exam.loaded <= 180
+    assert 0.15 * number <= exam.judged <= exam.loaded <= 0.9 * number
 
 
 INITIALISATIONS = (

@@ -17,7 +17,8 @@ from tests.support.adapters import PREFIX, Tensors, write_adapter
 from tests.support.equality_bench import Bench, open_bench
 from tests.support.peft_oracle import Case, PeftOracle, assert_equal_to_peft
 from tests.support.row_kinds import silent_peft
-from tests.support.tiny_models import VOCAB_SIZE, tiny_config
+from tests.support.sharded_model import ShardedModel
+from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model, tiny_config
 
 from pagedlora.loaders import binding, fused_modules
 from pagedlora.loaders.fused_modules import FusedNames, Part
@@ -170,6 +171,21 @@ def test_they_answer_as_the_same_adapter_under_the_models_names(name: str, tmp_p
         cache.evict_unowned("host")
         exam.check(bench)
         assert cache.stats.source_rereads == len(exam.adapters)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_answer_together_as_that_adapter(name: str, tp_size: int, tmp_path: Path) -> None:
+    """Over four ranks two have the same head of keys and values."""
+    exam = Exam(name, tmp_path)
+    base = build_tiny_model(exam.family)
+    model = ShardedModel(exam.family, base, exam.adapters, tp_size, targets=["all-linear"])
+    for case in exam.cases:
+        if case.adapter is not None:
+            (wanted,) = exam.judge.logits(case, [0])
+            got = model.run(case.adapter, torch.tensor([case.prompt]))[-1]
+            assert (got - wanted).abs().max() < 1e-4 * wanted.std(), case
+    model.close()
 
 
 def _parts_swapped(names: FusedNames, module: str) -> Part | None:
