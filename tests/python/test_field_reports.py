@@ -38,6 +38,8 @@ from pagedlora import (
 
 # ---- ranks and targets -------------------------------------------------------------------------
 
+ROUNDS = 50
+"""Of loads, reloads and unloads between two looks at the memory."""
 RANKS = (1, 2, 3, 5, 7, 8, 9, 12, 16, 31, 32, 33, 64, 96, 128, 256)
 
 
@@ -192,17 +194,22 @@ def test_a_long_life_of_loads_unloads_and_reloads_leaves_nothing_behind(
             small_cache.peft.mark_request_done(small_cache.request(count, f"name {count}"))
             manager.unload(f"name {count}", timeout_s=0)
 
+    def traced_bytes() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
     tracemalloc.start()
     try:
-        live(300)  # until what is remembered of shapes is at its bound
-        gc.collect()
-        files, (before, _) = open_files(), tracemalloc.get_traced_memory()
-        live(300)
-        gc.collect()
-        after, _ = tracemalloc.get_traced_memory()
+        live(ROUNDS)  # until everything is remembered that is remembered once
+        files, growth = open_files(), []
+        for _ in range(3):
+            before = traced_bytes()
+            live(ROUNDS)
+            growth.append(traced_bytes() - before)
     finally:
         tracemalloc.stop()
-    assert after - before < 16_000, "bytes that 300 rounds have left"
+    # What others of the process do may add to one of them; a leak adds to each.
+    assert min(growth) < 50 * ROUNDS, f"bytes that {ROUNDS} rounds have left: {growth}"
     assert open_files() == files
     assert [info.name for info in manager.list()] == ["stays"]
     assert manager.retired() == ()
