@@ -10,12 +10,12 @@ namespace pagedlora::cuda {
 template <class Body>
 __global__ void __launch_bounds__(Body::kThreads) run_body(const Body body) {
   __shared__ typename Body::Shared shared;
-  const KernelIndex index{blockIdx.x, blockIdx.y, threadIdx.x};
-  const std::uint32_t rounds = body.rounds(index);
+  const typename Body::Thread thread = body.start({blockIdx.x, blockIdx.y, threadIdx.x});
+  const std::uint32_t rounds = body.rounds(thread);
   for (std::uint32_t round = 0; round < rounds; ++round) {
     PAGEDLORA_UNROLL
     for (std::uint32_t phase = 0; phase < Body::kPhases; ++phase) {
-      body.run(phase, round, index, shared);
+      body.run(phase, round, thread, shared);
       if constexpr (Body::kPhases > 1) {
         __syncthreads();
       }

@@ -22,6 +22,7 @@ struct ScatterRows {
   static constexpr std::uint32_t kThreads = 256;
   static constexpr std::uint32_t kPhases = 1;
   using Shared = NoShared;
+  using Thread = KernelIndex;
 
   ScatterWork work;
 
@@ -32,24 +33,26 @@ struct ScatterRows {
                                                        : 2U);
   }
 
-  PAGEDLORA_HOST_DEVICE std::uint32_t rounds(const KernelIndex& index) const {
-    return index.block_x < work.num_tiles ? 1 : 0;
+  PAGEDLORA_HOST_DEVICE Thread start(const KernelIndex& index) const { return index; }
+
+  PAGEDLORA_HOST_DEVICE std::uint32_t rounds(const Thread& thread) const {
+    return thread.block_x < work.num_tiles ? 1 : 0;
   }
 
   PAGEDLORA_HOST_DEVICE void run(std::uint32_t /*phase*/, std::uint32_t /*round*/,
-                                 const KernelIndex& index, Shared& /*shared*/) const {
-    const ScatterTile tile = work.tiles[index.block_x];
+                                 const Thread& thread, Shared& /*shared*/) const {
+    const ScatterTile tile = work.tiles[thread.block_x];
     const ScatterDescriptor d = work.descriptors[tile.descriptor];
     bool overflowed = false;
     switch (d.source_dtype) {
       case Dtype::float32:
-        overflowed = run_from<float>(d, tile.first_unit, index.thread);
+        overflowed = run_from<float>(d, tile.first_unit, thread.thread);
         break;
       case Dtype::float16:
-        overflowed = run_from<Float16>(d, tile.first_unit, index.thread);
+        overflowed = run_from<Float16>(d, tile.first_unit, thread.thread);
         break;
       case Dtype::bfloat16:
-        overflowed = run_from<Bfloat16>(d, tile.first_unit, index.thread);
+        overflowed = run_from<Bfloat16>(d, tile.first_unit, thread.thread);
         break;
     }
     if (overflowed) {
@@ -73,8 +76,9 @@ struct ScatterRows {
   }
 
   template <class From, class To>
-  PAGEDLORA_HOST_DEVICE PAGEDLORA_NO_INLINE static bool run_pair(const ScatterDescriptor& d, std::uint32_t first,
-                                             std::uint32_t thread) {
+  PAGEDLORA_HOST_DEVICE PAGEDLORA_NO_INLINE static bool run_pair(const ScatterDescriptor& d,
+                                                                 std::uint32_t first,
+                                                                 std::uint32_t thread) {
     switch (d.mode) {
       case ScatterMode::vectors:
         return copy_vectors<From, To>(d, first + thread);

@@ -13,6 +13,8 @@
 #include <random>
 #include <vector>
 
+#include <gtest/gtest.h>
+
 #include "body/kernel_index.h"
 
 namespace pagedlora::testing_support {
@@ -27,16 +29,22 @@ template <class Body>
 void run_block_on_host(const Body& body, cuda::KernelIndex index, std::mt19937* order) {
   const auto shared = std::make_unique<typename Body::Shared>();
   std::memset(static_cast<void*>(shared.get()), 0xFF, sizeof(*shared));
-  std::vector<std::uint32_t> threads = all_of(Body::kThreads);
-  const std::uint32_t rounds = body.rounds(index);
+  std::vector<typename Body::Thread> threads;
+  for (std::uint32_t thread = 0; thread < Body::kThreads; ++thread) {
+    index.thread = thread;
+    threads.push_back(body.start(index));
+  }
+  const std::uint32_t rounds = body.rounds(threads.front());
+  for (const typename Body::Thread& thread : threads) {
+    ASSERT_EQ(body.rounds(thread), rounds) << "threads of one block must meet at every barrier";
+  }
   for (std::uint32_t round = 0; round < rounds; ++round) {
     for (std::uint32_t phase = 0; phase < Body::kPhases; ++phase) {
       if (order != nullptr) {
         std::shuffle(threads.begin(), threads.end(), *order);
       }
-      for (const std::uint32_t thread : threads) {
-        index.thread = thread;
-        body.run(phase, round, index, *shared);
+      for (const typename Body::Thread& thread : threads) {
+        body.run(phase, round, thread, *shared);
       }
     }
   }

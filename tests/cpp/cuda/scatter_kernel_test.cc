@@ -2,8 +2,8 @@
 // same bits): whatever the shapes, slices, types, chunks and alignments.
 #include <gtest/gtest.h>
 
-#include <array>
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -148,7 +148,8 @@ class RandomAdapter {
     bytes_.resize(offset + elements * element_bytes(dtype));
     for (std::uint64_t at = offset; at < bytes_.size(); at += element_bytes(dtype)) {
       do {
-        const auto bits = static_cast<std::uint32_t>(rng());  // subnormals, NaN and infinity among them
+        const auto bits =
+            static_cast<std::uint32_t>(rng());  // subnormals, NaN and infinity among them
         std::memcpy(bytes_.data() + at, &bits, element_bytes(dtype));
       } while (cache_dtype_ == Dtype::float16 &&
                overflows_float16(load(bytes_.data() + at, dtype)));
