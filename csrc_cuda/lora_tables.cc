@@ -146,7 +146,12 @@ LoraTables::LoraTables(const LoraTableCapacity& capacity, Dtype weights)
                       aligned(capacity.residency_bytes)),
       slots_(capacity.max_tasks),
       changes_{{0, bytes_.size()}},
-      tokens_of_slot_(capacity.max_tasks, 0) {}
+      tokens_of_slot_(capacity.max_tasks, 0) {
+  // set_batch allocates nothing for its own tables, so that it cannot stop half-way.
+  batch_slots_.reserve(capacity.max_tasks);
+  order_.reserve(capacity.max_tokens);
+  batch_.reserve(batch_bytes(capacity));
+}
 
 std::size_t LoraTables::layout_bytes(const Layout& layout) { return LayoutOffsets(layout).end; }
 
@@ -271,10 +276,9 @@ void LoraTables::write_layout(const Layout& layout, std::size_t offset) {
 }
 
 // Fills order_ with the positions of tokens that have a task, those of one task together, and
-// batch_slots_ with the slots in that order; tokens_of_slot_ has their numbers then.
-std::size_t LoraTables::order_tokens(std::span<const Segment> segments) {
+// batch_slots_ with the slots in that order. tokens_of_slot_ is where a slot's tokens end in it then.
+void LoraTables::order_tokens(std::span<const Segment> segments, std::size_t num_tokens) {
   batch_slots_.clear();
-  std::size_t num_tokens = 0;
   for (const Segment& segment : segments) {
     if (segment.slot && segment.num_tokens > 0) {
       std::uint32_t& tokens = tokens_of_slot_[*segment.slot];
@@ -282,7 +286,6 @@ std::size_t LoraTables::order_tokens(std::span<const Segment> segments) {
         batch_slots_.push_back(*segment.slot);
       }
       tokens += segment.num_tokens;
-      num_tokens += segment.num_tokens;
     }
   }
   order_.resize(num_tokens);
@@ -299,10 +302,10 @@ std::size_t LoraTables::order_tokens(std::span<const Segment> segments) {
       }
     }
   }
-  return num_tokens;
 }
 
-void LoraTables::set_batch(std::span<const Segment> segments, std::uint32_t tokens_per_tile) {
+std::size_t LoraTables::check_batch(std::span<const Segment> segments,
+                                    std::uint32_t tokens_per_tile) const {
   std::size_t num_tokens = 0;
   for (const Segment& segment : segments) {
     if (segment.slot && (*segment.slot >= slots_.size() || !slots_[*segment.slot].is_used)) {
@@ -316,7 +319,12 @@ void LoraTables::set_batch(std::span<const Segment> segments, std::uint32_t toke
                                std::to_string(tokens_per_tile) + "; max_tokens is " +
                                std::to_string(capacity_.max_tokens));
   }
-  order_tokens(segments);
+  return num_tokens;
+}
+
+void LoraTables::set_batch(std::span<const Segment> segments, std::uint32_t tokens_per_tile) {
+  const std::size_t num_tokens = check_batch(segments, tokens_per_tile);
+  order_tokens(segments, num_tokens);
   batch_.resize(sizeof(LoraHeader));
   num_tiles_ = 0;
   std::uint32_t first = 0;

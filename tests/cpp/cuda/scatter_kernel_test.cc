@@ -35,6 +35,7 @@ using testing_support::thrown_by;
 
 constexpr std::array kDtypes{Dtype::float32, Dtype::float16, Dtype::bfloat16};
 constexpr std::size_t kPageBytes = 4096;
+const auto kSeeds = static_cast<std::uint32_t>(testing_support::num_steps(150));
 
 std::uint32_t pick(Rng& rng, std::uint32_t low, std::uint32_t high) {
   return std::uniform_int_distribution<std::uint32_t>(low, high)(rng);
@@ -198,7 +199,7 @@ std::vector<std::byte> filled_by_cpu(const RandomAdapter& adapter, Dtype dtype) 
 TEST(ScatterKernelTest, OneLaunchFillsThePagesOfManyAdaptersAsTheCpuDoes) {
   std::array<int, 3> tiles_of_mode{};
   int tiles_of_unaligned = 0;
-  for (const std::uint32_t seed : seeds(150)) {
+  for (const std::uint32_t seed : seeds(kSeeds)) {
     SCOPED_TRACE(seed_label(seed));
     Rng rng(seed);
     const Dtype dtype = kDtypes[seed % 3];
@@ -227,11 +228,11 @@ TEST(ScatterKernelTest, OneLaunchFillsThePagesOfManyAdaptersAsTheCpuDoes) {
       ASSERT_EQ(pools[i]->copy(), filled_by_cpu(*adapters[i], dtype)) << "adapter " << i;
     }
   }
-  if (seeds(150).size() > 1) {  // every way to move bytes was taken
+  if (seeds(kSeeds).size() > 1) {  // every way to move bytes was taken
     for (const int tiles : tiles_of_mode) {
-      EXPECT_GT(tiles, 100);
+      EXPECT_GT(tiles, 50);
     }
-    EXPECT_GT(tiles_of_unaligned, 100);
+    EXPECT_GT(tiles_of_unaligned, 50);
   }
 }
 

@@ -77,7 +77,7 @@ class LoraTables {
   // What changed since the last call: ascending, apart from each other. All of it at first.
   std::vector<Change> take_changes();
 
-  // For kernels that find the buffer at `base`.
+  // For kernels that find the buffer at `base`, a multiple of 16.
   LoraTablesView view(const std::byte* base) const;
 
  private:
@@ -97,7 +97,8 @@ class LoraTables {
   std::optional<std::size_t> find_or_store(std::shared_ptr<const Layout> layout);
   bool drop_idle_layout();
   void write_layout(const Layout& layout, std::size_t offset);
-  std::size_t order_tokens(std::span<const Segment> segments);
+  std::size_t check_batch(std::span<const Segment> segments, std::uint32_t tokens_per_tile) const;
+  void order_tokens(std::span<const Segment> segments, std::size_t num_tokens);
   void write(std::size_t offset, const void* from, std::size_t bytes);
 
   LoraTableCapacity capacity_;
