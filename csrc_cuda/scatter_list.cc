@@ -13,7 +13,7 @@ ScatterMode mode_of(const ScatterDescriptor& d) {
   const std::size_t group = kVectorBytes / element_bytes(d.target_dtype);
   const std::size_t alignment = std::min(kVectorBytes, group * element_bytes(d.source_dtype));
   const bool is_aligned_everywhere =
-      is_aligned(d.target, kVectorBytes) && is_aligned(d.source, alignment) &&
+      is_multiple(d.target, kVectorBytes) && is_multiple(d.source, alignment) &&
       (d.rows == 1 || (d.columns % group == 0 && d.source_stride_bytes % alignment == 0));
   return is_aligned_everywhere ? ScatterMode::vectors : ScatterMode::elements;
 }
@@ -46,7 +46,7 @@ void ScatterList::add(std::span<const ScatterCopy> copies, const std::byte* chun
     d.overflow_word = overflow_word;
     d.source_dtype = copy.source_dtype;
     d.target_dtype = copy.target_dtype;
-    d.source_is_aligned = is_aligned(d.source, element_bytes(d.source_dtype));
+    d.source_is_aligned = is_multiple(d.source, element_bytes(d.source_dtype));
     const bool transposed = copy.target_stride != 0;
     if (!transposed &&
         copy.source_stride_bytes == std::size_t{copy.columns} * element_bytes(copy.source_dtype)) {

@@ -117,7 +117,7 @@ template <class T>
 PAGEDLORA_HOST_DEVICE inline void load_chunk(const std::byte* from, std::uint32_t count,
                                              float (&into)[kChunk]) {
   using Eight = Pack<T, kChunk>;
-  if (count == kChunk && reinterpret_cast<std::uintptr_t>(from) % Eight::kAlignment == 0) {
+  if (count == kChunk && is_multiple(from, Eight::kAlignment)) {
     const Eight eight = load<Eight>(from);
     PAGEDLORA_UNROLL
     for (std::uint32_t i = 0; i < kChunk; ++i) {

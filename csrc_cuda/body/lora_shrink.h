@@ -27,7 +27,8 @@ struct LoraShrink {
   static_assert(kThreads == 1U << kTreeSteps);
   static constexpr std::uint32_t kPhases = 1 + kTreeSteps + 1;
   using Thread = LoraThread;
-  static constexpr std::uint32_t kSums = kTokens * kMaxBlockRanks;  // of a lane
+  static constexpr std::uint32_t kRanksAtOnce = kTokens == 1 ? 8 : 4;  // what registers hold
+  static constexpr std::uint32_t kSums = kTokens * kMaxBlockRanks;     // of a lane
 
   struct Shared {
     float sums[kSums][kThreads + 1];  // one more: neighbouring sums lie in other banks
@@ -62,19 +63,22 @@ struct LoraShrink {
   struct Sums {
     float of[kTokens][kMaxBlockRanks];
   };
+  struct Rows {
+    const std::byte* of[kTokens];  // the slice of x that the row of A multiplies
+  };
 
   PAGEDLORA_HOST_DEVICE void sum_lane(std::uint32_t round, const Thread& thread,
                                       Shared& shared) const {
     const LoraReader& reader = thread.reader;
     const LoraBlockEntry& block = thread.block();
     const std::uint32_t in_offset = reader.row(block.row).in.offset;
-    const std::byte* rows[kTokens];
+    Rows rows;
     PAGEDLORA_UNROLL
     for (std::uint32_t token = 0; token < kTokens; ++token) {
       const std::uint32_t i = round * kTokens + token;
-      rows[token] = i < reader.num_tokens() ? reinterpret_cast<const std::byte*>(
-                                                  x + reader.position(i) * x_row_stride + in_offset)
-                                            : nullptr;
+      const std::uint32_t last = reader.num_tokens() - 1;  // again, where there are no more tokens
+      const std::uint32_t position = reader.position(i < last ? i : last);
+      rows.of[token] = reinterpret_cast<const std::byte*>(x + position * x_row_stride + in_offset);
     }
     Sums sums{};
     for (std::uint32_t part = 0; part < block.num_a_parts; ++part) {
@@ -88,42 +92,93 @@ struct LoraShrink {
   }
 
   PAGEDLORA_HOST_DEVICE static void sum_part(const LoraReader& reader, const Part& part,
-                                             std::uint32_t rank_count,
-                                             const std::byte* const (&rows)[kTokens],
+                                             std::uint32_t rank_count, Rows rows,
                                              std::uint32_t lane, Sums& sums) {
     const std::byte* a = reader.address(part);  // [rank_count, part.length]
+    const std::size_t row_bytes = std::size_t{part.length} * sizeof(W);
+    bool is_aligned = row_bytes % kVectorBytes == 0;
+    PAGEDLORA_UNROLL
+    for (std::uint32_t token = 0; token < kTokens; ++token) {
+      rows.of[token] += std::size_t{part.begin} * sizeof(X);
+      is_aligned = is_aligned && is_multiple(rows.of[token], kVectorBytes);
+    }
     for (std::uint32_t first = lane * kChunk; first < part.length; first += kThreads * kChunk) {
-      const std::uint32_t left = part.length - first;
-      const std::uint32_t count = left < kChunk ? left : kChunk;
-      float features[kTokens][kChunk];
+      const std::uint32_t count = part.length - first;
+      const std::byte* weights = a + std::size_t{first} * sizeof(W);
+      if (is_aligned && count >= kChunk) {
+        add_vectors(weights, row_bytes, rank_count, rows, first, sums);
+      } else {
+        add_elements(weights, row_bytes, rank_count, rows, first, count < kChunk ? count : kChunk,
+                     sums);
+      }
+    }
+  }
+
+  PAGEDLORA_HOST_DEVICE static void add_vectors(const std::byte* weights, std::size_t row_bytes,
+                                                std::uint32_t rank_count, const Rows& rows,
+                                                std::uint32_t first, Sums& sums) {
+    Pack<X, kChunk> features[kTokens];
+    PAGEDLORA_UNROLL
+    for (std::uint32_t token = 0; token < kTokens; ++token) {
+      features[token] = load<Pack<X, kChunk>>(rows.of[token] + std::size_t{first} * sizeof(X));
+    }
+    PAGEDLORA_UNROLL
+    for (std::uint32_t rank = 0; rank < kMaxBlockRanks; rank += kRanksAtOnce) {
+      Pack<W, kChunk> a[kRanksAtOnce];
+      PAGEDLORA_UNROLL
+      for (std::uint32_t r = 0; r < kRanksAtOnce; ++r) {  // all loads first: they wait together
+        if (rank + r < rank_count) {
+          a[r] = load<Pack<W, kChunk>>(weights + (rank + r) * row_bytes);
+        }
+      }
+      PAGEDLORA_UNROLL
+      for (std::uint32_t r = 0; r < kRanksAtOnce; ++r) {
+        if (rank + r < rank_count) {
+          add_products(a[r], features, rank + r, sums);
+        }
+      }
+    }
+  }
+
+  PAGEDLORA_HOST_DEVICE static void add_products(const Pack<W, kChunk>& a,
+                                                 const Pack<X, kChunk> (&features)[kTokens],
+                                                 std::uint32_t rank, Sums& sums) {
+    PAGEDLORA_UNROLL
+    for (std::uint32_t token = 0; token < kTokens; ++token) {
+      PAGEDLORA_UNROLL
+      for (std::uint32_t i = 0; i < kChunk; ++i) {
+        add_product(widen(a.values[i]), widen(features[token].values[i]), sums.of[token][rank]);
+      }
+    }
+  }
+
+  // The same sums in the same order, for what is not aligned, and for the end of a part.
+  PAGEDLORA_HOST_DEVICE static void add_elements(const std::byte* weights, std::size_t row_bytes,
+                                                 std::uint32_t rank_count, const Rows& rows,
+                                                 std::uint32_t first, std::uint32_t count,
+                                                 Sums& sums) {
+    PAGEDLORA_NO_UNROLL
+    for (std::uint32_t i = 0; i < count; ++i) {
+      float features[kTokens];
       PAGEDLORA_UNROLL
       for (std::uint32_t token = 0; token < kTokens; ++token) {
-        if (rows[token] != nullptr) {
-          load_chunk<X>(rows[token] + (std::size_t{part.begin} + first) * sizeof(X), count,
-                        features[token]);
-        } else {
-          PAGEDLORA_UNROLL
-          for (std::uint32_t i = 0; i < kChunk; ++i) {
-            features[token][i] = 0.0F;
-          }
-        }
+        features[token] = widen(load<X>(rows.of[token] + std::size_t{first + i} * sizeof(X)));
       }
       PAGEDLORA_UNROLL
       for (std::uint32_t rank = 0; rank < kMaxBlockRanks; ++rank) {
         if (rank < rank_count) {
-          float weights[kChunk];
-          load_chunk<W>(a + (std::size_t{rank} * part.length + first) * sizeof(W), count, weights);
+          const float a = widen(load<W>(weights + rank * row_bytes + i * sizeof(W)));
           PAGEDLORA_UNROLL
           for (std::uint32_t token = 0; token < kTokens; ++token) {
-            PAGEDLORA_UNROLL
-            for (std::uint32_t i = 0; i < kChunk; ++i) {
-              sums.of[token][rank] =
-                  multiply_add(weights[i], features[token][i], sums.of[token][rank]);
-            }
+            add_product(a, features[token], sums.of[token][rank]);
           }
         }
       }
     }
+  }
+
+  PAGEDLORA_HOST_DEVICE static void add_product(float a, float b, float& sum) {
+    sum = multiply_add(a, b, sum);
   }
 
   // Lane l gets lane l + width, for l < width; all threads share the additions.

@@ -34,7 +34,7 @@ struct Pack {
   alignas(kAlignment) T values[kCount];
 };
 
-inline bool is_aligned(const void* address, std::size_t bytes) {
+PAGEDLORA_HOST_DEVICE inline bool is_multiple(const void* address, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
 }
 

@@ -43,13 +43,14 @@ class LoraLaunches {
         rank_space_(std::size_t{tables_.max_tokens} * tables_.max_blocks * kMaxBlockRanks,
                     std::numeric_limits<float>::quiet_NaN()) {}
 
-  void shrink(Matrix& x) {
-    cuda::with_dtype(x.dtype(), [&]<class X>(X) {
+  void shrink(Matrix& x) { shrink(x.data(), x.stride(), x.dtype()); }
+  void shrink(const std::byte* x, std::int64_t row_stride, Dtype dtype) {
+    cuda::with_dtype(dtype, [&]<class X>(X) {
       cuda::with_dtype(tables_.weights, [&]<class W>(W) {
         const auto run = [&]<class Body>(const Body&) {
-          run_on_host(Body{tables_, module_, reinterpret_cast<const X*>(x.data()), x.stride(),
-                           rank_space_.data()},
-                      num_tiles_, tables_.max_blocks, options_.order);
+          run_on_host(
+              Body{tables_, module_, reinterpret_cast<const X*>(x), row_stride, rank_space_.data()},
+              num_tiles_, tables_.max_blocks, options_.order);
         };
         options_.tokens_per_pass == 1 ? run(cuda::LoraShrink<X, W, 1>{})
                                       : run(cuda::LoraShrink<X, W, 4>{});

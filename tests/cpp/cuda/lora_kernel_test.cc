@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -224,6 +225,41 @@ TEST(LoraKernelTest, ATokenAloneHasTheBitsThatItHasInABatch) {
       batch.tables.set_batch(Segments{{batch.slots[adapter], 1}}, 1);
       apply_on_host(batch.tables, kModule, own_x, own_y);
       ASSERT_EQ(own_y.row_bytes(0), together.row_bytes(token)) << "token " << token;
+    }
+  }
+}
+
+// 16 bytes at a time where x and A allow it; element by element otherwise.
+TEST(LoraKernelTest, AlignmentIsAMatterOfSpeed) {
+  for (const std::uint32_t seed : few_seeds(30)) {
+    SCOPED_TRACE(seed_label(seed));
+    Rng rng(seed);
+    const Dtype activations = kDtypes[seed % 3];
+    const Dtype weights = kDtypes[seed / 3 % 3];
+    const std::uint32_t in = 8 * pick(rng, 1, 300) + pick(rng, 0, 1) * pick(rng, 1, 7);
+    const LoraModelConfig config = config_of({{in, 8}});
+    Adapter adapter(config, {{kModule, pick(rng, 1, 20)}}, weights,
+                    random_part_bytes(in, weights, rng), rng);
+    LoraTables tables(roomy(16), weights);
+    const std::uint32_t slot =
+        tables.try_add_task(adapter.pages(), unowned(adapter.layout())).value();
+    const std::uint32_t tokens = pick(rng, 1, 9);
+    tables.set_batch(Segments{{slot, tokens}}, 16);
+    Matrix shifted = Matrix::random(tokens, in, activations, rng);  // at odd places
+    const std::size_t stride = (in + 7) / 8 * 8;
+    std::vector<float> memory(tokens * stride);  // of the largest type; new aligns it to 16
+    auto* aligned = reinterpret_cast<std::byte*>(memory.data());
+    for (std::uint32_t token = 0; token < tokens; ++token) {
+      std::ranges::copy(shifted.row_bytes(token),
+                        aligned + token * stride * element_bytes(activations));
+    }
+    for (const std::uint32_t tokens_per_pass : {1U, 4U}) {
+      LoraLaunches any(tables, kModule, {tokens_per_pass, 0, &rng});
+      LoraLaunches fast(tables, kModule, {tokens_per_pass, 0, &rng});
+      any.shrink(shifted);
+      fast.shrink(aligned, static_cast<std::int64_t>(stride), activations);
+      const std::size_t used = std::size_t{tokens} * 12 * kMaxBlockRanks * sizeof(float);
+      ASSERT_EQ(std::memcmp(fast.rank_space().data(), any.rank_space().data(), used), 0);
     }
   }
 }
