@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cuda/lora_kernel_fixture.h"
+#include "cuda/random_lora_batch.h"
 #include "random_seeds.h"
 
 namespace pagedlora::cuda {
@@ -18,137 +19,27 @@ namespace {
 
 using testing_support::Adapter;
 using testing_support::apply_on_host;
+using testing_support::Batch;
 using testing_support::config_of;
+using testing_support::kDtypes;
 using testing_support::kernel_rounding_bound;
+using testing_support::kModule;
 using testing_support::LaunchOptions;
 using testing_support::LoraLaunches;
 using testing_support::Matrix;
-using testing_support::num_wrong_on_device;
+using testing_support::pick;
+using testing_support::random_part_bytes;
+using testing_support::random_size;
 using testing_support::Rng;
 using testing_support::roomy;
 using testing_support::seed_label;
 using testing_support::seeds;
-using testing_support::uniform;
 using testing_support::unowned;
 
 using Segments = std::vector<LoraTables::Segment>;
 
-constexpr std::array kDtypes{Dtype::float32, Dtype::float16, Dtype::bfloat16};
-constexpr ModuleIndex kModule{0};
-
 std::vector<std::uint32_t> few_seeds(int plain) {
   return seeds(static_cast<std::uint32_t>(testing_support::num_steps(plain)));
-}
-
-std::uint32_t pick(Rng& rng, std::uint32_t low, std::uint32_t high) {
-  return std::uniform_int_distribution<std::uint32_t>(low, high)(rng);
-}
-
-// One or two rows for module 0, a slice each, with what rows can have; or none.
-std::vector<RowShape> random_rows(std::uint32_t in, std::uint32_t out, Rng& rng) {
-  const auto rank = [&] { return pick(rng, 0, 2) == 0 ? 8 * pick(rng, 1, 3) : pick(rng, 1, 20); };
-  const bool has_vectors = pick(rng, 0, 1) == 0;
-  const auto vector = [&] { return has_vectors && pick(rng, 0, 1) == 0; };
-  switch (pick(rng, 0, 7)) {
-    case 0:  // other outputs
-      if (out > 1) {
-        const std::uint32_t cut = pick(rng, 1, out - 1);
-        return {{kModule, rank(), {0, in}, {0, cut}, vector(), vector()},
-                {kModule, rank(), {in / 2, in - in / 2}, {cut, out - cut}, vector(), vector()}};
-      }
-      [[fallthrough]];
-    case 1:  // other inputs, the same outputs
-      if (in > 1) {
-        const std::uint32_t cut = pick(rng, 1, in - 1);
-        return {{kModule, rank(), {0, cut}, {}, vector(), false},
-                {kModule, rank(), {cut, in - cut}, {out / 2, out - out / 2}, vector(), false}};
-      }
-      [[fallthrough]];
-    default:
-      return {{kModule, rank(), {}, {}, vector(), vector()}};
-  }
-}
-
-// Adapters for one module, in tables, and a batch of tokens.
-class Batch {
- public:
-  Batch(std::uint32_t in, std::uint32_t out, Dtype weights, std::size_t max_part_bytes, Rng& rng)
-      : config_(config_of({{in, out}, {8, 8}})), tables(roomy(64), weights) {
-    const std::uint32_t count = pick(rng, 1, 4);
-    for (std::uint32_t i = 0; i < count; ++i) {
-      std::vector<RowShape> rows = random_rows(in, out, rng);
-      if (pick(rng, 0, 5) == 0) {
-        rows = {{ModuleIndex{1}, 3}};  // does not touch module 0
-      }
-      adapters.push_back(
-          std::make_unique<Adapter>(config_, std::move(rows), weights, max_part_bytes, rng));
-      slots.push_back(
-          tables.try_add_task(adapters[i]->pages(), unowned(adapters[i]->layout())).value());
-    }
-    const std::uint32_t num_segments = pick(rng, 1, 8);
-    for (std::uint32_t i = 0; i < num_segments; ++i) {
-      const std::uint32_t adapter = pick(rng, 0, count);  // count: the base model
-      const std::uint32_t tokens = pick(rng, 0, pick(rng, 0, 2) == 0 ? 7 : 1);
-      segments.push_back({adapter == count ? std::nullopt : std::optional(slots[adapter]), tokens});
-      adapter_of_token.insert(adapter_of_token.end(), tokens, adapter);
-    }
-  }
-
-  std::uint32_t num_tokens() const { return static_cast<std::uint32_t>(adapter_of_token.size()); }
-
-  // Rows of x and y of one adapter's tokens.
-  std::vector<std::uint32_t> tokens_of(std::uint32_t adapter) const {
-    std::vector<std::uint32_t> tokens;
-    for (std::uint32_t token = 0; token < num_tokens(); ++token) {
-      if (adapter_of_token[token] == adapter) {
-        tokens.push_back(token);
-      }
-    }
-    return tokens;
-  }
-
-  void expect_exact(Matrix& x, const Matrix& before, const Matrix& after, Matrix* bias) const {
-    for (std::uint32_t i = 0; i < adapters.size(); ++i) {
-      const std::vector<std::uint32_t> tokens = tokens_of(i);
-      EXPECT_EQ(num_wrong_on_device(*adapters[i], kModule, x.pick(tokens, x.dtype(), 0),
-                                    before.pick(tokens, x.dtype(), 0),
-                                    after.pick(tokens, x.dtype(), 0), bias),
-                0)
-          << "adapter " << i;
-    }
-    for (const std::uint32_t token : tokens_of(static_cast<std::uint32_t>(adapters.size()))) {
-      EXPECT_EQ(after.row_bytes(token), before.row_bytes(token)) << "base token " << token;
-    }
-  }
-
- private:
-  LoraModelConfig config_;
-
- public:
-  LoraTables tables;
-  std::vector<std::unique_ptr<Adapter>> adapters;
-  std::vector<std::uint32_t> slots;
-  Segments segments;
-  std::vector<std::uint32_t> adapter_of_token;
-};
-
-// Of parts, so that some are tiled; 0: no limit.
-std::size_t random_part_bytes(std::uint32_t most_features, Dtype weights, Rng& rng) {
-  const std::size_t whole = std::size_t{most_features} * kMaxBlockRanks * element_bytes(weights);
-  return pick(rng, 0, 1) == 0 ? 0 : std::min<std::size_t>(whole, 32 * pick(rng, 1, 60));
-}
-
-std::uint32_t random_size(Rng& rng) {
-  switch (pick(rng, 0, 4)) {
-    case 0:
-      return pick(rng, 1, 9);
-    case 1:
-      return pick(rng, 1'020, 1'100);  // a chunk of every lane, and a little
-    case 2:
-      return 8 * pick(rng, 1, 40);
-    default:
-      return pick(rng, 2, 300);
-  }
 }
 
 TEST(LoraKernelTest, MixedBatchesAreExactUpToTheStatedRounding) {
