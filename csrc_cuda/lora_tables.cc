@@ -174,7 +174,7 @@ void LoraTables::check(const TaskPages& task, const Layout& layout) const {
 }
 
 std::optional<std::uint32_t> LoraTables::try_add_task(const TaskPages& task,
-                                                      std::shared_ptr<const Layout> layout) {
+                                                      const std::shared_ptr<const Layout>& layout) {
   check(task, *layout);
   const auto slot = std::ranges::find(slots_, false, &Slot::is_used);
   if (slot == slots_.end()) {
@@ -223,7 +223,7 @@ void LoraTables::remove_task(std::uint32_t slot) {
   slots_[slot] = {};
 }
 
-std::optional<std::size_t> LoraTables::find_or_store(std::shared_ptr<const Layout> layout) {
+std::optional<std::size_t> LoraTables::find_or_store(const std::shared_ptr<const Layout>& layout) {
   const auto known = std::ranges::find(layouts_, layout, &StoredLayout::layout);
   if (known != layouts_.end()) {
     return static_cast<std::size_t>(known - layouts_.begin());
@@ -241,7 +241,7 @@ std::optional<std::size_t> LoraTables::find_or_store(std::shared_ptr<const Layou
   if (place == layouts_.end()) {
     place = layouts_.insert(place, StoredLayout{});
   }
-  *place = {std::move(layout), *offset, 0, 0};
+  *place = {layout, *offset, 0, 0};
   return static_cast<std::size_t>(place - layouts_.begin());
 }
 

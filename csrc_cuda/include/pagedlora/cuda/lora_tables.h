@@ -59,7 +59,7 @@ class LoraTables {
   // in `task` are the device's, but for the page ids and scales, which are copied. Throws
   // InvalidArgumentError for pages of another type, or a module with more than max_blocks blocks.
   std::optional<std::uint32_t> try_add_task(const TaskPages& task,
-                                            std::shared_ptr<const Layout> layout);
+                                            const std::shared_ptr<const Layout>& layout);
 
   // Its pages may be another task's then. A batch that names the slot must not be launched again.
   // Throws InvalidArgumentError for a slot that is free.
@@ -94,7 +94,7 @@ class LoraTables {
   };
 
   void check(const TaskPages& task, const Layout& layout) const;
-  std::optional<std::size_t> find_or_store(std::shared_ptr<const Layout> layout);
+  std::optional<std::size_t> find_or_store(const std::shared_ptr<const Layout>& layout);
   bool drop_idle_layout();
   void write_layout(const Layout& layout, std::size_t offset);
   std::size_t check_batch(std::span<const Segment> segments, std::uint32_t tokens_per_tile) const;
