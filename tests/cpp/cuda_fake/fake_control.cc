@@ -75,7 +75,7 @@ std::vector<std::string> violations() {
   return runtime().violations;
 }
 
-cudaError_t pending_error() { return Runtime::last_error; }
+int num_pending_errors() { return runtime().num_pending_errors; }
 
 void unload() { break_gpu(cudaErrorCudartUnloading); }
 

@@ -75,8 +75,8 @@ Live live();
 Counts counts();
 std::vector<std::string> violations();
 
-// This thread's error that nobody has taken back yet.
-cudaError_t pending_error();
+// How many threads have an error that they did not take back from the runtime.
+int num_pending_errors();
 
 // The runtime ends before its users do, as at the exit of a process.
 void unload();

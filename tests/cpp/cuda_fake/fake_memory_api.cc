@@ -45,7 +45,7 @@ cudaError_t free_memory(void* address, bool is_device) {
   const auto found = runtime().allocations.find(static_cast<std::byte*>(address));
   if (found == runtime().allocations.end() || (found->second.gpu >= 0) != is_device) {
     runtime().violate("memory is freed that was not allocated so");
-    return Runtime::failed(cudaErrorInvalidValue);
+    return runtime().failed(cudaErrorInvalidValue);
   }
   found->second.free();
   runtime().allocations.erase(found);
@@ -71,10 +71,10 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return error;
   }
   if (runtime().driver_version < CUDART_VERSION) {
-    return Runtime::failed(cudaErrorInsufficientDriver);
+    return runtime().failed(cudaErrorInsufficientDriver);
   }
   *count = runtime().num_gpus;
-  return *count > 0 ? cudaSuccess : Runtime::failed(cudaErrorNoDevice);
+  return *count > 0 ? cudaSuccess : runtime().failed(cudaErrorNoDevice);
 }
 
 cudaError_t cudaGetDevice(int* gpu) {
@@ -89,13 +89,16 @@ cudaError_t cudaSetDevice(int gpu) {
     return error;
   }
   if (gpu < 0 || gpu >= runtime().num_gpus) {
-    return Runtime::failed(cudaErrorInvalidDevice);
+    return runtime().failed(cudaErrorInvalidDevice);
   }
   Runtime::current_gpu = gpu;
   return cudaSuccess;
 }
 
-cudaError_t cudaGetLastError() { return std::exchange(Runtime::last_error, cudaSuccess); }
+cudaError_t cudaGetLastError() {
+  runtime().num_pending_errors -= Runtime::last_error == cudaSuccess ? 0 : 1;
+  return std::exchange(Runtime::last_error, cudaSuccess);
+}
 
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
@@ -131,7 +134,7 @@ cudaError_t cudaMalloc(void** address, std::size_t bytes) {
     return error;
   }
   if (!has_room(bytes, Runtime::current_gpu)) {
-    return Runtime::failed(cudaErrorMemoryAllocation);
+    return runtime().failed(cudaErrorMemoryAllocation);
   }
   const std::size_t mapped = bytes + kMisalignment;
   std::byte* reserved = map_memory(mapped, PROT_NONE);
@@ -158,7 +161,7 @@ cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned int flags)
     runtime().violate("pinned memory that not every GPU can read");
   }
   if (!has_room(bytes, -1)) {
-    return Runtime::failed(cudaErrorMemoryAllocation);
+    return runtime().failed(cudaErrorMemoryAllocation);
   }
   std::byte* memory = map_memory(bytes, PROT_READ | PROT_WRITE);
   std::memset(memory, 0xDD, bytes);

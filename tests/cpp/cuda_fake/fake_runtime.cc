@@ -44,9 +44,11 @@ void Runtime::reset() {
   violations.clear();
   current_gpu = 0;
   last_error = cudaSuccess;
+  num_pending_errors = 0;
 }
 
 cudaError_t Runtime::failed(cudaError_t error) {
+  num_pending_errors += last_error == cudaSuccess ? 1 : 0;
   last_error = error;
   return error;
 }

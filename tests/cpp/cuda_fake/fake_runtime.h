@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
@@ -63,7 +64,7 @@ class Runtime {
 
   // Begins a call. cudaSuccess: it may go on.
   cudaError_t enter();
-  static cudaError_t failed(cudaError_t error);  // notes it as this thread's
+  cudaError_t failed(cudaError_t error);  // notes it as this thread's
   void violate(const std::string& what) { violations.push_back(what); }
 
   Stream* stream_of(cudaStream_t handle);  // nullptr: unknown
@@ -104,6 +105,7 @@ class Runtime {
 
   static thread_local int current_gpu;
   static thread_local cudaError_t last_error;
+  std::atomic<int> num_pending_errors{0};
 
  private:
   void run(Stream& stream);

@@ -25,7 +25,7 @@ Event* event_of(cudaEvent_t handle) {
 
 // After a wait: an error of the GPU ends it early.
 cudaError_t outcome() {
-  return runtime().broken != cudaSuccess ? Runtime::failed(runtime().broken) : cudaSuccess;
+  return runtime().broken != cudaSuccess ? runtime().failed(runtime().broken) : cudaSuccess;
 }
 
 }  // namespace
@@ -51,7 +51,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   Stream* stream = runtime().stream_of(handle);
   if (stream == nullptr) {
     runtime().violate("a stream is destroyed twice");
-    return Runtime::failed(cudaErrorInvalidResourceHandle);
+    return runtime().failed(cudaErrorInvalidResourceHandle);
   }
   runtime().end(*stream, lock);
   return error;
@@ -75,7 +75,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_handle, u
   Stream* stream = runtime().usable_stream(handle);
   const Event* event = event_of(event_handle);
   if (stream == nullptr || event == nullptr) {
-    return Runtime::failed(cudaErrorInvalidResourceHandle);
+    return runtime().failed(cudaErrorInvalidResourceHandle);
   }
   ++runtime().counts.stream_waits;
   runtime().push(*stream, {{}, event->last, nullptr});
@@ -124,7 +124,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
   Stream* stream = runtime().usable_stream(stream_handle);
   Event* event = event_of(handle);
   if (stream == nullptr || event == nullptr || stream->gpu != event->gpu) {
-    return Runtime::failed(cudaErrorInvalidResourceHandle);
+    return runtime().failed(cudaErrorInvalidResourceHandle);
   }
   event->last = std::make_shared<Mark>();
   runtime().push(*stream, {{}, nullptr, event->last});
@@ -138,7 +138,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   }
   const Event* event = event_of(handle);
   const bool is_over = event == nullptr || event->last == nullptr || event->last->reached;
-  return is_over ? cudaSuccess : Runtime::failed(cudaErrorNotReady);
+  return is_over ? cudaSuccess : runtime().failed(cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
@@ -175,7 +175,7 @@ cudaError_t copy_batch(Target targets, Source sources, const std::size_t* sizes,
     return error;
   }
   if (runtime().batch_error != cudaSuccess) {
-    return Runtime::failed(runtime().batch_error);
+    return runtime().failed(runtime().batch_error);
   }
   if (handle == nullptr || handle == cudaStreamLegacy) {
     runtime().violate("a batch of copies on the default stream");

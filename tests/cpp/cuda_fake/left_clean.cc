@@ -15,7 +15,7 @@ class RuntimeIsLeftClean final : public ::testing::EmptyTestEventListener {
     EXPECT_EQ(left.events, 0U);
     EXPECT_EQ(left.device_allocations, 0U);
     EXPECT_EQ(left.host_allocations, 0U);
-    EXPECT_EQ(pending_error(), cudaSuccess) << "was not taken back";
+    EXPECT_EQ(num_pending_errors(), 0) << "an error was not taken back";
     reset();
   }
 };
