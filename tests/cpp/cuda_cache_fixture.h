@@ -64,6 +64,7 @@ class CudaCacheTest : public PeftTest {
 
     bool is_over() const { return is_over_; }
     void open() { gate_.open(); }
+    void wait_until_it_runs() { gate_.wait_for_begun(1); }
     // Lets it go, waits for it, and says whether all that it read was right.
     bool let_go() {
       gate_.open();

@@ -54,6 +54,11 @@ void break_gpu(cudaError_t error) {
   runtime().changed.notify_all();
 }
 
+bool is_broken() {
+  const std::scoped_lock lock(runtime().mutex);
+  return runtime().broken != cudaSuccess;
+}
+
 Live live() {
   const std::scoped_lock lock(runtime().mutex);
   Live found;

@@ -29,6 +29,8 @@ struct Live {
   std::size_t events = 0;
   std::size_t device_allocations = 0;
   std::size_t host_allocations = 0;
+
+  friend bool operator==(const Live&, const Live&) = default;
 };
 
 // Calls of each kind since reset().
@@ -70,6 +72,7 @@ bool has_failed();  // the failure that was asked for has happened
 
 // From now on every call fails with it. What is on streams is dropped.
 void break_gpu(cudaError_t error);
+bool is_broken();
 
 Live live();
 Counts counts();
