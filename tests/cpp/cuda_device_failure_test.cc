@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <typeinfo>
 #include <thread>
 #include <vector>
 
@@ -222,6 +223,33 @@ TEST_F(CudaDeviceFailureTest, ACopyThatFailsReturnsOnlyWhenNothingOfItIsUnderWay
   EXPECT_FALSE(returned);
   fake_cuda::copies().open();
   writer.join();
+}
+
+// Then nobody knows what is still read or written.
+TEST_F(CudaDeviceFailureTest, AWaitForTheGpuThatFailsKillsTheDevice) {
+  const auto device = make_cuda_device();
+  fake_cuda::fail_call_after(1, cudaErrorInvalidValue);  // after the question which GPU is current
+  EXPECT_EQ(device->launched_work(nullptr), nullptr);
+  EXPECT_TRUE(fake_cuda::has_failed());
+  EXPECT_THROW(static_cast<void>(device->memory_info()), GpuUnavailableError);
+}
+
+TEST_F(CudaDeviceFailureTest, AFailedCopyWhoseEndCannotBeFoundOutKillsTheDevice) {
+  struct ForeignUse final : PageUse {
+    bool is_over() const override { return false; }
+  };
+  const auto device = make_cuda_device();
+  const Arena arena(device, kPage);
+  const std::vector<std::byte> content(kPage);
+  const std::vector<CopyRun> runs{{content.data(), arena.begin(), kPage}};
+  const PageUses foreign{std::make_shared<ForeignUse>()};
+  device->copy_from_host(runs);
+  EXPECT_THROW(device->copy_from_host_behind(foreign, runs), std::bad_cast);
+  device->copy_from_host(runs);
+  fake_cuda::fail_call_after(1, cudaErrorInvalidValue);  // after the question which GPU is current
+  EXPECT_THROW(device->copy_from_host_behind(foreign, runs), std::bad_cast);
+  EXPECT_TRUE(fake_cuda::has_failed());
+  EXPECT_THROW(device->copy_from_host(runs), GpuUnavailableError);
 }
 
 TEST_F(CudaDeviceFailureTest, ALeaseEndsAlsoWithoutAnEvent) {
