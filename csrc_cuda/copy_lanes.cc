@@ -21,8 +21,9 @@ CopyLanes::Lane CopyLanes::take() {
   try {
     gpu_->check(cudaStreamCreateWithFlags(&lane.stream, cudaStreamNonBlocking),
                 "cudaStreamCreateWithFlags");
-    gpu_->check(cudaEventCreateWithFlags(&lane.done, cudaEventDisableTiming | cudaEventBlockingSync),
-                "cudaEventCreateWithFlags");
+    gpu_->check(
+        cudaEventCreateWithFlags(&lane.done, cudaEventDisableTiming | cudaEventBlockingSync),
+        "cudaEventCreateWithFlags");
   } catch (...) {
     destroy(lane);
     throw;

@@ -30,7 +30,7 @@ class GpuArenas {
   GpuContext& gpu_;
   const GpuMemory memory_;
   std::mutex mutex_;
-  std::byte* given_arena_ = nullptr;                     // that is in use
+  std::byte* given_arena_ = nullptr;                   // that is in use
   std::unordered_map<std::byte*, void*> allocations_;  // where each arena's allocation begins
 };
 

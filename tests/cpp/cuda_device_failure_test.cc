@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <string>
-#include <typeinfo>
 #include <thread>
+#include <typeinfo>
 #include <vector>
 
 #include "cuda_fixture.h"
@@ -170,9 +170,8 @@ TEST_F(CudaDeviceFailureTest, AnErrorOfNoKnownKindKillsTheDeviceIfTheGpuDoesNotA
   const Arena arena(device, kPage);
   fake_cuda::break_gpu(cudaErrorUnknown);
   const std::vector<std::byte> content(kPage);
-  EXPECT_THROW(
-      device->copy_from_host(std::vector<CopyRun>{{content.data(), arena.begin(), kPage}}),
-      GpuUnavailableError);
+  EXPECT_THROW(device->copy_from_host(std::vector<CopyRun>{{content.data(), arena.begin(), kPage}}),
+               GpuUnavailableError);
 }
 
 TEST_F(CudaDeviceFailureTest, AKernelThatBreaksTheGpuEndsTheWaitForIt) {

@@ -106,8 +106,7 @@ TEST_F(CudaDeviceTest, L2_ACopyBehindWorkLetsItReadWhatWasThere) {
   const PageUses work{device->launched_work(stream.get())};
   std::atomic<bool> written{false};
   std::thread writer([&] {
-    device->copy_from_host_behind(work,
-                                  std::vector<CopyRun>{{after.data(), arena.begin(), kPage}});
+    device->copy_from_host_behind(work, std::vector<CopyRun>{{after.data(), arena.begin(), kPage}});
     written = true;
   });
   EXPECT_TRUE(becomes_true([&] { return written || fake_cuda::counts().copied_runs == 2; }));
@@ -260,8 +259,7 @@ TEST_F(CudaDeviceTest, GivenMemoryMustBeThatOfTheGpu) {
   std::vector<std::byte> of_cpu(kPage);
   EXPECT_THROW(make_cuda_device({.ordinal = 1, .memory = {of_first, kPage, nullptr}}),
                InvalidArgumentError);
-  EXPECT_THROW(make_cuda_device({.memory = {of_cpu.data(), kPage, nullptr}}),
-               InvalidArgumentError);
+  EXPECT_THROW(make_cuda_device({.memory = {of_cpu.data(), kPage, nullptr}}), InvalidArgumentError);
   ASSERT_EQ(cudaFree(of_first), cudaSuccess);
 }
 

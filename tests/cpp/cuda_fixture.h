@@ -33,7 +33,9 @@ inline bool becomes_true(const std::function<bool()>& condition) {
 // What the caller of a batch launches its kernels on.
 class ComputeStream {
  public:
-  ComputeStream() { EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess); }
+  ComputeStream() {
+    EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
+  }
   ~ComputeStream() {
     if (cudaStreamDestroy(stream_) != cudaSuccess) {
       cudaGetLastError();
@@ -43,9 +45,7 @@ class ComputeStream {
   ComputeStream& operator=(const ComputeStream&) = delete;
 
   void* get() const { return stream_; }
-  void launch(std::function<void()> kernel) const {
-    fake_cuda::launch(stream_, std::move(kernel));
-  }
+  void launch(std::function<void()> kernel) const { fake_cuda::launch(stream_, std::move(kernel)); }
 
  private:
   cudaStream_t stream_ = nullptr;

@@ -191,8 +191,7 @@ TEST_P(DeviceContractTest, OnlyWhatItSaysSoItselfIsQueuedBehind) {
   EXPECT_FALSE(device_->can_queue_behind(ForeignUse()));
   const Arena arena(device_, 4096);
   const std::vector<std::byte> content = pattern(4096, 6);
-  device_->copy_from_host_behind({},
-                                 std::vector<CopyRun>{{content.data(), arena.begin(), 4096}});
+  device_->copy_from_host_behind({}, std::vector<CopyRun>{{content.data(), arena.begin(), 4096}});
   EXPECT_EQ(read(arena, 0, 4096), content);
 }
 

@@ -180,9 +180,9 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   }
   const Allocation* allocation = runtime().allocation_of(address, 1);
   *attributes = {};
-  attributes->type = allocation == nullptr    ? cudaMemoryTypeUnregistered
+  attributes->type = allocation == nullptr  ? cudaMemoryTypeUnregistered
                      : allocation->gpu >= 0 ? cudaMemoryTypeDevice
-                                              : cudaMemoryTypeHost;
+                                            : cudaMemoryTypeHost;
   attributes->device = allocation == nullptr ? -1 : allocation->gpu;
   return cudaSuccess;
 }

@@ -192,8 +192,8 @@ Stream* Runtime::usable_stream(cudaStream_t handle) {
 
 cudaError_t Runtime::push_copy(Stream& stream, void* target, const void* source, std::size_t bytes,
                                cudaMemcpyKind kind) {
-  const bool to_gpu = kind == cudaMemcpyHostToDevice ||
-                      (kind == cudaMemcpyDefault && is_gpu_memory(target));
+  const bool to_gpu =
+      kind == cudaMemcpyHostToDevice || (kind == cudaMemcpyDefault && is_gpu_memory(target));
   check_place(target, bytes, to_gpu, stream);
   check_place(source, bytes, !to_gpu, stream);
   if (!violations.empty()) {
