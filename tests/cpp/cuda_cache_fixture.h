@@ -1,7 +1,12 @@
 // A manager over CudaDevice and the runtime of cuda_fake/, and batches whose kernels read the pages.
 #pragma once
 
+#include <atomic>
+#include <deque>
 #include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda_fixture.h"
@@ -76,6 +81,46 @@ class CudaCacheTest : public PeftTest {
     fake::Gate gate_;
     std::atomic<bool> is_over_{false};
     std::atomic<bool> read_right_{false};
+  };
+
+  // Lets kernels go in their order, each so late that somebody may want its pages before.
+  class SlowGpu {
+   public:
+    ~SlowGpu() {
+      ends_ = true;
+      thread_.join();
+    }
+    void add(std::shared_ptr<Kernel> kernel) {
+      const std::scoped_lock lock(mutex_);
+      waiting_.push_back(std::move(kernel));
+    }
+
+   private:
+    std::shared_ptr<Kernel> next() {
+      const std::scoped_lock lock(mutex_);
+      if (waiting_.empty()) {
+        return nullptr;
+      }
+      std::shared_ptr<Kernel> kernel = waiting_.front();
+      waiting_.pop_front();
+      return kernel;
+    }
+    void run() {
+      while (!ends_) {
+        const std::shared_ptr<Kernel> kernel = next();
+        for (int i = 0; i < 500; ++i) {
+          std::this_thread::yield();
+        }
+        if (kernel != nullptr) {
+          kernel->open();
+        }
+      }
+    }
+
+    std::mutex mutex_;
+    std::deque<std::shared_ptr<Kernel>> waiting_;
+    std::atomic<bool> ends_{false};
+    std::thread thread_{[this] { run(); }};
   };
 };
 
