@@ -54,8 +54,8 @@ std::byte* GpuArenas::try_allocate_own(std::size_t bytes) {
   return arena;
 }
 
-// Kernels of a closed lease may still read it: cudaFree waits for them, whoever has given the memory
-// would not.
+// Kernels of a closed lease may still read it: cudaFree waits for them, whoever has given the
+// memory would not.
 void GpuArenas::deallocate(std::byte* arena) noexcept {
   if (memory_.bytes != 0) {
     const CurrentGpu current(gpu_);

@@ -9,8 +9,8 @@
 
 namespace pagedlora::cuda {
 
-// Arenas are page-locked and present from the start; on a machine that does not allow so much, there
-// is no room. Copies are the CPU's. Throws GpuUnavailableError where the GPU has failed.
+// Arenas are page-locked and present from the start; where the system does not allow so much, there
+// is no room. Copies are the CPU's. try_allocate() throws where the GPU has failed.
 std::shared_ptr<Device> make_pinned_host_device(std::shared_ptr<GpuContext> gpu);
 
 }  // namespace pagedlora::cuda

@@ -1,5 +1,5 @@
-// The cache over a GPU whose runtime fails, call by call: nothing leaks, owners and tiers agree, and
-// either a retry works or every request is told that the GPU is gone.
+// The cache over a GPU whose runtime fails, call by call: nothing leaks, owners and tiers agree,
+// and either a retry works or every request is told that the GPU is gone.
 #include <gtest/gtest.h>
 
 #include <exception>
@@ -19,8 +19,8 @@ using testing_support::CudaCacheTest;
 
 class CudaCacheFailureTest : public CudaCacheTest {
  protected:
-  // Each request in a batch of its own, with a kernel that still runs when its pages are given away;
-  // then one refill of the host tier from the GPU. What fails is an error of its request.
+  // Each request in a batch of its own, with a kernel that may still run when its pages are given
+  // away; then one refill of the host tier from the GPU. What fails is an error of its request.
   void run_batches(const ComputeStream& stream) {
     for (std::uint64_t request = 1; request <= 3; ++request) {
       manager_->add_request_peft(RequestId{request}, tasks_[request - 1]);

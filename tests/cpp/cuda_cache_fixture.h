@@ -1,4 +1,4 @@
-// A manager over CudaDevice and the runtime of cuda_fake/, and batches whose kernels read the pages.
+// A manager over CudaDevice and the runtime of cuda_fake/; batches whose kernels read the pages.
 #pragma once
 
 #include <atomic>

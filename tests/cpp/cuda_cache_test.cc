@@ -1,5 +1,5 @@
-// The cache over a GPU: pages that are written while kernels still read them, victims, refills and a
-// GPU that fails (design 3.3: C3, C4; 3.4: L1, L2, L6).
+// The cache over a GPU: pages that are wanted while kernels still read them, victims, refills and
+// a GPU that fails (design 3.3: C3, C4; 3.4: L1, L2, L6).
 #include <gtest/gtest.h>
 
 #include <memory>

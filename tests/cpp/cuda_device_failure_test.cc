@@ -40,8 +40,8 @@ std::vector<CopyRun> page_by_page(const std::byte* from, std::byte* to) {
   return runs;
 }
 
-// Makes a device, fills two tiers and copies there and back, behind a kernel. True if all of it went
-// well; false if there was no memory; throws what the device throws.
+// Makes a device, fills two tiers and copies there and back, behind a kernel. True if all of it
+// went well; false if there was no memory; throws what the device throws.
 bool use_a_device(std::shared_ptr<Device>& device, const ComputeStream& stream, unsigned seed) {
   if (device == nullptr) {
     device = make_cuda_device();

@@ -1,5 +1,5 @@
-// What CudaDevice does with streams, events and errors (design 3.4: L2), beside the contract of every
-// device.
+// What CudaDevice does with streams, events and memory (design 3.4: L2), beside the contract of
+// every device.
 #include <gtest/gtest.h>
 
 #include <optional>

@@ -1,8 +1,8 @@
 // A GPU as the device of the device tier (pagedlora/device.h), by the CUDA runtime alone.
 //
 // Copies run on streams of their own beside what the caller computes, one stream to a copy that is
-// under way. They are fastest with the memory of host_tier_device(), which is pinned; any other host
-// memory may be given. A copy to the GPU can be queued behind what launched_work() returned.
+// under way. They are fastest with the memory of host_tier_device(), which is pinned; any other
+// host memory may be given. A copy to the GPU can be queued behind what launched_work() returned.
 //
 // The work that was launched on a stream is over when the GPU is through with it. Without a stream
 // launched_work() waits for the whole GPU. cudaStreamLegacy and cudaStreamPerThread are streams.
