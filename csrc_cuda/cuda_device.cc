@@ -114,6 +114,7 @@ void CudaDevice::copy(std::span<const CopyRun> runs, cudaMemcpyKind kind, const 
   if (wanted.empty()) {
     return;
   }
+  const BesideCaptures beside_captures;
   make_current(*gpu_);
   const CopyLanes::Lane lane = lanes_.take();
   try {

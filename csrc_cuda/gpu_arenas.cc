@@ -64,6 +64,7 @@ void GpuArenas::deallocate(std::byte* arena) noexcept {
     given_arena_ = nullptr;
     return;
   }
+  const BesideCaptures beside_captures;
   void* allocation = nullptr;
   {
     const std::scoped_lock lock(mutex_);

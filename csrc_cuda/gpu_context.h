@@ -48,6 +48,19 @@ class GpuContext {
   std::atomic<const Death*> death_{nullptr};  // first_death_, once it is written
 };
 
+// While it lives, calls of this thread do not break off a graph that another thread is capturing on
+// streams of its own. To be taken around whatever creates, allocates, asks for an event or waits.
+class BesideCaptures {
+ public:
+  BesideCaptures() noexcept { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the thread's own
+};
+
 // Makes the GPU current on this thread while it lives.
 class CurrentGpu {
  public:
@@ -61,6 +74,7 @@ class CurrentGpu {
 
  private:
   GpuContext& gpu_;
+  BesideCaptures beside_captures_;
   cudaError_t result_ = cudaSuccess;
   int previous_ = 0;
   bool was_changed_ = false;

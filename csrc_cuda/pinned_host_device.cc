@@ -30,6 +30,7 @@ class PinnedHostDevice final : public Device {
   }
 
   void deallocate(std::byte* arena, std::size_t /*bytes*/) noexcept override {
+    const BesideCaptures beside_captures;
     gpu_->succeeded(cudaFreeHost(arena), "cudaFreeHost");
   }
 

@@ -51,6 +51,7 @@ bool StreamWork::is_over() const {
   if (over_ || events_->gpu().is_dead()) {
     return true;
   }
+  const BesideCaptures beside_captures;
   const cudaError_t result = cudaEventQuery(event_);
   if (result == cudaErrorNotReady) {
     cudaGetLastError();

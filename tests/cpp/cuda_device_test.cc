@@ -304,5 +304,18 @@ TEST_F(CudaDeviceTest, TheCallersGpuStaysCurrentExceptWhereCopiesRun) {
   EXPECT_EQ(current_gpu(), 0);
 }
 
+// The runtime of the tests notes every question and wait that is not beside captures.
+TEST_F(CudaDeviceTest, TheCallersModeOfCaptureIsLeftAsItIs) {
+  const auto device = make_cuda_device();
+  const Arena arena(device, kPage);
+  const ComputeStream stream;
+  write(*device, arena.begin(), pattern(kPage, 1));
+  static_cast<void>(device->launched_work(stream.get())->is_over());
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  EXPECT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+  EXPECT_EQ(mode, cudaStreamCaptureModeGlobal);
+  EXPECT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+}
+
 }  // namespace
 }  // namespace pagedlora

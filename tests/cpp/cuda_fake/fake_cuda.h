@@ -1,12 +1,13 @@
 // A CUDA runtime for tests, in place of libcudart: what csrc_cuda calls, over ordinary memory.
 //
-// A stream is a queue with a thread of its own. Copies read and write what they copy on that thread,
-// when their turn comes, so that ThreadSanitizer sees who meets whom. A kernel is any function.
-// Memory of a GPU lies at addresses that the CPU cannot touch: backing() says where its bytes are.
+// A stream is a queue with a thread of its own. Copies read and write on that thread, when their
+// turn comes, so that ThreadSanitizer sees who meets whom. A kernel is any function. Memory of a GPU
+// lies at addresses that the CPU cannot touch: backing() says where its bytes are.
 //
 // What a real runtime would leave undefined, or do badly, is written down as a violation: a copy
-// outside of an allocation, memory of the CPU that is not pinned (if that is forbidden), a call with
-// another GPU current than the stream's, something destroyed twice.
+// outside of an allocation, memory of the CPU that is not pinned (if that is forbidden), a call
+// with another GPU current than the stream's, something destroyed twice, a question or a wait that
+// would break off the capture of a graph on another thread.
 //
 // One runtime per process, as with the real one: each test begins and ends with reset().
 // Thread-safe.

@@ -154,6 +154,7 @@ cudaError_t cudaFree(void* address) { return free_memory(address, true); }
 
 cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned int flags) {
   const Lock lock(runtime().mutex);
+  runtime().check_beside_captures();
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
     return error;
   }

@@ -10,6 +10,7 @@ namespace pagedlora::fake_cuda {
 
 thread_local int Runtime::current_gpu = 0;
 thread_local cudaError_t Runtime::last_error = cudaSuccess;
+thread_local cudaStreamCaptureMode Runtime::capture_mode = cudaStreamCaptureModeGlobal;
 
 Runtime& Runtime::get() {
   static auto* const runtime = new Runtime;  // outlives everybody's destructors
@@ -68,6 +69,12 @@ cudaError_t Runtime::enter() {
     changed.notify_all();
   }
   return failed(failure);
+}
+
+void Runtime::check_beside_captures() {
+  if (capture_mode != cudaStreamCaptureModeRelaxed) {
+    violate("a call that may break off the capture of another thread");
+  }
 }
 
 Stream* Runtime::stream_of(cudaStream_t handle) {

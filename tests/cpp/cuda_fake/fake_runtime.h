@@ -1,5 +1,5 @@
-// The state behind fake_cuda.h and the runtime's functions. Everything is guarded by one mutex, which
-// is not held while anything is copied or runs.
+// The state behind fake_cuda.h and the runtime's functions. Everything is guarded by one mutex,
+// which is not held while anything is copied or runs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -65,6 +65,7 @@ class Runtime {
   // Begins a call. cudaSuccess: it may go on.
   cudaError_t enter();
   cudaError_t failed(cudaError_t error);  // notes it as this thread's
+  void check_beside_captures();           // for calls that could break off another thread's capture
   void violate(const std::string& what) { violations.push_back(what); }
 
   Stream* stream_of(cudaStream_t handle);  // nullptr: unknown
@@ -105,6 +106,7 @@ class Runtime {
 
   static thread_local int current_gpu;
   static thread_local cudaError_t last_error;
+  static thread_local cudaStreamCaptureMode capture_mode;
   std::atomic<int> num_pending_errors{0};
 
  private:

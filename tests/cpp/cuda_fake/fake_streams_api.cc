@@ -30,6 +30,11 @@ cudaError_t outcome() {
 
 }  // namespace
 
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, Runtime::capture_mode);
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned int flags) {
   const Lock lock(runtime().mutex);
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
@@ -59,6 +64,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   Lock lock(runtime().mutex);
+  runtime().check_beside_captures();
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
     return error;
   }
@@ -133,6 +139,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   const Lock lock(runtime().mutex);
+  runtime().check_beside_captures();
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
     return error;
   }
@@ -143,6 +150,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Lock lock(runtime().mutex);
+  runtime().check_beside_captures();
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
     return error;
   }

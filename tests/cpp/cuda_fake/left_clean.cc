@@ -1,5 +1,5 @@
-// After every test of the program, also one that fails: whatever was asked of the runtime was right,
-// and has been undone.
+// After every test of the program, also one that fails: whatever was asked of the runtime was
+// right, and has been undone.
 #include <gtest/gtest.h>
 
 #include "fake_cuda.h"
