@@ -43,6 +43,7 @@ __all__: list[str] = [
     "build_info",
     "entry_transitions",
     "gpu_support",
+    "make_cuda_device",
     "make_memory_source",
     "measure_layout",
     "open_file",
@@ -302,9 +303,11 @@ class BatchLease:
     def __getitem__(self, arg0: int) -> list[TaskLayerModuleConfig]: ...
     def __iter__(self) -> collections.abc.Iterator[int]: ...
     def __len__(self) -> int: ...
-    def close(self, stream: int = 0) -> None:
+    def close(self, stream: typing.Any = None) -> None:
         """
         Ends the hold once what is launched on the stream is done; idempotent.
+
+        The stream is one of torch or its number. Without one a GPU is waited for as a whole.
         """
     def get(self, request_id: int, default: typing.Any = None) -> typing.Any: ...
     def items(self) -> list[tuple[int, list[TaskLayerModuleConfig]]]: ...
@@ -334,7 +337,12 @@ class ManualClock(Clock):
     def advance(self, seconds: float) -> None: ...
 
 class Device:
-    pass
+    def memory_info(self) -> tuple[int, int]:
+        """
+        Free and total bytes.
+        """
+    @property
+    def name(self) -> str: ...
 
 class FakeDevice(Device):
     """
@@ -455,7 +463,7 @@ class PeftCacheManager:
         self,
         request_ids: collections.abc.Sequence[int],
         reset_device_cache: bool = False,
-        stream: int = 0,
+        stream: typing.Any = None,
     ) -> BatchLease: ...
     def evict_unowned(self, tier: str) -> None: ...
     def free_pages(self, tier: str) -> int: ...
@@ -626,6 +634,13 @@ def gpu_support() -> dict[str, typing.Any]:
     Returns state ("available", "built without CUDA", "no driver", "driver too old", "no device" or
     "broken"), num_devices, driver_version and runtime_version (CUDA's, 13000 for 13.0; 0: none),
     and detail, a sentence on what to do.
+    """
+
+def make_cuda_device(ordinal: int = 0) -> Device:
+    """
+    A GPU as the device of a PeftCacheManager.
+
+    Raises GpuUnavailableError, saying why, if there is no such GPU.
     """
 
 def make_memory_source(buffer: typing_extensions.Buffer, description: str) -> TensorSource:
