@@ -13,5 +13,6 @@ PYBIND11_MODULE(_core, module) {
   register_gpu(module);
   register_peft_cache_manager(module);
   register_lora_operator(module);
+  register_gpu_lora(module);
   register_paged_attention(module);
 }

@@ -207,6 +207,16 @@ cudaError_t Runtime::push_copy(Stream& stream, void* target, const void* source,
     return failed(cudaErrorInvalidValue);
   }
   ++counts.copied_runs;
+  if (to_gpu && allocation_of(source, bytes) == nullptr) {
+    // Memory that is not pinned is read before the call returns, as the real runtime stages it.
+    const auto* begin = static_cast<const std::byte*>(source);
+    push(stream, {[this, to = backing_of(target), staged = std::vector(begin, begin + bytes)] {
+                    copies.pass();
+                    std::memcpy(to, staged.data(), staged.size());
+                  },
+                  nullptr, nullptr});
+    return cudaSuccess;
+  }
   push(stream, {[this, to = backing_of(target), from = backing_of(source), bytes] {
                   copies.pass();
                   std::memcpy(to, from, bytes);
