@@ -21,6 +21,7 @@ __all__: list[str] = [
     "Dtype",
     "FakeDevice",
     "FakeSource",
+    "GpuLoraOperator",
     "LayoutParams",
     "LoraBatch",
     "LoraModelConfig",
@@ -569,6 +570,62 @@ class LoraOperator:
 
         factor is what the module multiplies its output by after looking it up.
         """
+
+class GpuLoraOperator:
+    """
+    y += scale * B (A x) on a GPU, from the pages of its cache. Thread-safe.
+    """
+    def __init__(
+        self,
+        config: LoraModelConfig,
+        layout: LayoutParams,
+        *,
+        max_rows: int,
+        max_tasks: int,
+        ordinal: int = 0,
+    ) -> None: ...
+    def apply(
+        self,
+        module_index: int,
+        x_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        x_row_stride: int,
+        y_row_stride: int,
+        dtype: Dtype,
+        base_bias_ptr: int = 0,
+        stream: int = 0,
+    ) -> None:
+        """
+        Enqueues what LoraOperator.apply does; pointers are the GPU's.
+        """
+    def apply_embedding(
+        self,
+        module_index: int,
+        token_ids_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        y_row_stride: int,
+        dtype: Dtype,
+        factor: float = 1.0,
+        stream: int = 0,
+    ) -> None:
+        """
+        Enqueues what LoraOperator.apply_embedding does; pointers are the GPU's.
+        """
+    def clear_batch(self) -> None: ...
+    def set_batch(
+        self,
+        lease: BatchLease,
+        segments: collections.abc.Sequence[tuple[int | None, int]],
+        stream: int = 0,
+    ) -> None:
+        """
+        Says which rows use which leased adapter: (request id or None, number of rows) in row
+        order. stream is a CUDA stream's number, as torch's cuda_stream; 0: the default one.
+        """
+    @property
+    def device_bytes(self) -> int: ...
 
 class AttentionBatch:
     """

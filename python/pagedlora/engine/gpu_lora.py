@@ -69,13 +69,46 @@ class GpuLora:
         """Lets go of the lease."""
         self._core.clear_batch()
 
-    def apply(self, _batch: _core.LoraBatch, *args: Any) -> None:
+    def apply(  # noqa: PLR0917 - the signature of the other operator
+        self,
+        _batch: _core.LoraBatch,
+        module_index: int,
+        x_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        x_row_stride: int,
+        y_row_stride: int,
+        dtype: _core.Dtype,
+        base_bias_ptr: int = 0,
+    ) -> None:
         """As `LoraOperator.apply`, whose batch is this one's."""
-        self._core.apply(*args, stream=self._stream)
+        self._core.apply(
+            module_index,
+            x_ptr,
+            y_ptr,
+            num_rows,
+            x_row_stride,
+            y_row_stride,
+            dtype,
+            base_bias_ptr,
+            self._stream,
+        )
 
-    def apply_embedding(self, _batch: _core.LoraBatch, *args: Any) -> None:
+    def apply_embedding(  # noqa: PLR0917 - likewise
+        self,
+        _batch: _core.LoraBatch,
+        module_index: int,
+        token_ids_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        y_row_stride: int,
+        dtype: _core.Dtype,
+        factor: float = 1.0,
+    ) -> None:
         """As `LoraOperator.apply_embedding`."""
-        self._core.apply_embedding(*args, stream=self._stream)
+        self._core.apply_embedding(
+            module_index, token_ids_ptr, y_ptr, num_rows, y_row_stride, dtype, factor, self._stream
+        )
 
 
 class GpuRowMap(RowMap):

@@ -55,11 +55,13 @@ class GpuLoraOperatorOnTheCpu:
     def clear_batch(self) -> None:
         self.batch = None
 
-    def apply(self, *args: Any, stream: int = 0) -> None:
+    def apply(self, *args: Any) -> None:
+        *args, stream = args
         assert stream == STREAM
         self._lora.apply(self.batch, *args)
 
-    def apply_embedding(self, *args: Any, stream: int = 0) -> None:
+    def apply_embedding(self, *args: Any) -> None:
+        *args, stream = args
         assert stream == STREAM
         self._lora.apply_embedding(self.batch, *args)
 
