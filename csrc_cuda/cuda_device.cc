@@ -48,6 +48,8 @@ class CudaDevice final : public Device {
 
   std::shared_ptr<Device> host_tier_device() override { return make_pinned_host_device(gpu_); }
 
+  bool is_cpu_readable() const override { return false; }
+
   std::shared_ptr<const PageUse> launched_work(void* stream) override;
 
   void copy_from_host(std::span<const CopyRun> runs) override {

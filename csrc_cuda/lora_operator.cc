@@ -115,7 +115,7 @@ void CudaLoraOperator::set_batch(std::span<const Segment> segments, void* stream
                                " rows; max_rows of CudaLoraOptions is " +
                                std::to_string(options_.max_rows));
   }
-  shares_weights_ = num_rows >= kFewRows * num_segments;
+  shares_weights_ = !options_.for_graphs && num_rows >= kFewRows * num_segments;
   tables_.set_batch(segments_, shares_weights_ ? kSharedRows : 1);
   upload(stream);
   num_rows_ = num_rows;
@@ -203,14 +203,19 @@ void CudaLoraOperator::check(ModuleIndex module, ModuleKind kind, std::uint32_t 
 }
 
 CudaLoraOperator::LoraPass CudaLoraOperator::pass_of(ModuleIndex module) const {
-  return {{tables_.view(table_->begin()), module, tables_.num_tiles(),
+  const std::uint32_t num_tiles = options_.for_graphs ? options_.max_rows : tables_.num_tiles();
+  return {{tables_.view(table_->begin()), module, num_tiles,
            reinterpret_cast<float*>(rank_space_->begin())},
           shares_weights_ ? TokensPerPass::four : TokensPerPass::one};
 }
 
+bool CudaLoraOperator::has_nothing_to_launch() const {
+  return tables_.num_tiles() == 0 && !options_.for_graphs;
+}
+
 void CudaLoraOperator::apply(ModuleIndex module, const Activations& activations, void* stream) {
   check(module, ModuleKind::linear, activations.num_rows);
-  if (tables_.num_tiles() == 0) {
+  if (has_nothing_to_launch()) {
     return;
   }
   const CurrentGpu current(*gpu_);
@@ -231,7 +236,7 @@ void CudaLoraOperator::apply(ModuleIndex module, const Activations& activations,
 void CudaLoraOperator::apply_embedding(ModuleIndex module, const EmbeddingActivations& activations,
                                        void* stream) {
   check(module, ModuleKind::embedding, activations.num_rows);
-  if (tables_.num_tiles() == 0) {
+  if (has_nothing_to_launch()) {
     return;
   }
   const CurrentGpu current(*gpu_);

@@ -266,7 +266,11 @@ def _operator(
     stream: torch.cuda.Stream,
 ) -> _core.GpuLoraOperator:
     lora = _core.GpuLoraOperator(
-        fleet.config, fleet.cache.core.layout_params, max_rows=64, max_tasks=16
+        fleet.config,
+        fleet.cache.core.layout_params,
+        max_rows=len(segments),
+        max_tasks=16,
+        for_graphs=True,
     )
     lora.set_batch(lease, segments, stream.cuda_stream)
     stream.synchronize()

@@ -583,7 +583,12 @@ class GpuLoraOperator:
         max_rows: int,
         max_tasks: int,
         ordinal: int = 0,
-    ) -> None: ...
+        for_graphs: bool = False,
+    ) -> None:
+        """
+        Tables for max_rows rows of a batch and max_tasks adapters. for_graphs: launches do not
+        depend on the batch, so that a captured graph may be replayed after the next one.
+        """
     def apply(
         self,
         module_index: int,

@@ -36,6 +36,7 @@ class CudaCacheTest : public PeftTest {
   // As the GPU sees the pages of a lease.
   static TaskPages on_gpu(TaskPages pages) {
     pages.base = fake_cuda::backing(pages.base);
+    pages.is_cpu_readable = true;
     return pages;
   }
   bool gpu_holds(const BatchLease& lease, std::uint64_t request) {

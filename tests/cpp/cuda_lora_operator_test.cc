@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda_cache_fixture.h"
+#include "gpu_context.h"
 #include "pagedlora/cuda/lora_operator.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/lora_operator.h"
@@ -51,9 +52,13 @@ class CudaLoraOperatorTest : public CudaCacheTest {
     std::uint32_t count = 0;
   };
 
-  void make_operator(std::uint32_t max_tasks, std::uint32_t max_rows = 64) {
+  void make_operator(std::uint32_t max_tasks, std::uint32_t max_rows = 64,
+                     bool for_graphs = false) {
     lora_ = std::make_unique<CudaLoraOperator>(
-        config_, cuda::CudaLoraOptions{max_rows, max_tasks, manager_->layout_params()});
+        config_, cuda::CudaLoraOptions{.max_rows = max_rows,
+                                       .max_tasks = max_tasks,
+                                       .layout = manager_->layout_params(),
+                                       .for_graphs = for_graphs});
   }
 
   std::vector<CudaLoraOperator::Segment> segments_of(const BatchLease& lease,
@@ -106,7 +111,10 @@ class CudaLoraOperatorTest : public CudaCacheTest {
     lora_->set_batch(segments_of(*lease, rows), stream_.get());
     lora_->apply(kModule, {gpu_x.get(), gpu_y.get(), kFeatures, kFeatures, num_rows},
                  stream_.get());
-    ASSERT_EQ(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_.get())), cudaSuccess);
+    {
+      const cuda::BesideCaptures beside_captures;
+      ASSERT_EQ(cudaStreamSynchronize(static_cast<cudaStream_t>(stream_.get())), cudaSuccess);
+    }
     const std::vector<float> wanted = expected(*lease, rows, x, y);
     const std::vector<float> got = gpu_y.values();
     std::size_t row = 0;
@@ -138,6 +146,16 @@ TEST_F(CudaLoraOperatorTest, RowsOfManyAdaptersAndOfTheBaseGetTheirOwn) {
   step({1, 2, 3}, {{2, 1}, {0, 2}, {1, 1}, {3, 1}, {2, 1}});
   step({1, 2, 3}, {{2, 9}, {0, 1}, {1, 17}, {3, 5}});
   step({1}, {{0, 3}, {1, 1}});
+}
+
+TEST_F(CudaLoraOperatorTest, LaunchesForGraphsAreRightForEveryBatchThatFits) {
+  make_cuda_manager(16, 16);
+  make_operator(4, 32, true);
+  add_new(1, 1);
+  add_new(2, 3);
+  step({1, 2}, {{2, 1}, {0, 2}, {1, 1}});
+  step({1, 2}, {{2, 9}, {1, 23}});
+  step({1}, {{0, 5}});
 }
 
 TEST_F(CudaLoraOperatorTest, AnAdapterIsFoundWhereItLiesAfterItWasEvicted) {
@@ -228,6 +246,20 @@ TEST_F(CudaLoraOperatorTest, ABatchOfBaseRowsLaunchesNothing) {
   make_operator(1);
   add_new(1, 1);
   step({1}, {{0, 4}});
+}
+
+TEST_F(CudaLoraOperatorTest, TheOperatorOfTheCpuRefusesPagesThatItCannotRead) {
+  make_cuda_manager(4, 4);
+  add_new(1, 1);
+  const auto lease = ensure({1});
+  const LoraBatch::Segment segment{lease->find(RequestId{1})->pages, 1};
+  const std::vector<float> x(kFeatures);
+  std::vector<float> y(kFeatures, 2.0F);
+  LoraOperator cpu(Dtype::float32);
+  EXPECT_THROW(cpu.apply(LoraBatch(std::span(&segment, 1)), kModule,
+                         {x.data(), y.data(), kFeatures, kFeatures, 1}),
+               InvalidArgumentError);
+  EXPECT_EQ(y, std::vector<float>(kFeatures, 2.0F));
 }
 
 TEST_F(CudaLoraOperatorTest, WhatDoesNotFitTheBatchOrTheModelIsRefused) {

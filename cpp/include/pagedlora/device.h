@@ -49,6 +49,9 @@ class Device {
   // fill both tiers.
   virtual bool is_host_memory() const { return false; }
 
+  // Whether the CPU may read this device's memory at its addresses.
+  virtual bool is_cpu_readable() const { return true; }
+
   // The device for a host tier beside this one: the memory that copies to here and back are fastest
   // with. Ordinary memory, unless this device wants it otherwise.
   virtual std::shared_ptr<Device> host_tier_device();

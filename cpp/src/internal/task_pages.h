@@ -49,6 +49,7 @@ class HostCopy {
     }
     view_.pages = ids_.data();
     view_.base = bytes_.data();
+    view_.is_cpu_readable = true;
     device.copy_to_host(page_runs(pages, view_));
   }
   HostCopy(const HostCopy&) = delete;

@@ -4,8 +4,9 @@
 // Per step set_batch() says which rows use which leased task; per module apply() enqueues two
 // kernels. What the kernels read about a task is uploaded when it is first in a batch with its
 // present pages, and found again in later steps; a step itself uploads 20 bytes per row at most.
-// Buffers have the size that the options say, for good, so that apply() may be captured in a graph
-// whose rows are those of max_rows; set_batch() is called outside of it.
+// Buffers have the size that the options say, for good. With `for_graphs` launches do not depend on
+// the batch either, so that apply() may be captured in a graph once and replayed after any
+// set_batch() of as many rows, which is called outside of it.
 //
 // Everything goes to the stream that is given: a batch's kernels, and the update for the next batch
 // behind them. One stream at a time: whoever changes it orders the two.
@@ -36,6 +37,7 @@ struct CudaLoraOptions {
   std::uint32_t max_tasks = 0;  // that are known at once; at least as many as one batch has
   LayoutParams layout;          // of the cache whose leases are given
   int ordinal = 0;              // the GPU
+  bool for_graphs = false;      // launches are as large as max_rows, whatever the batch
 };
 
 class CudaLoraOperator {
@@ -90,6 +92,7 @@ class CudaLoraOperator {
   void check(ModuleIndex module, ModuleKind kind, std::uint32_t num_rows) const;
   struct LoraPass;
   LoraPass pass_of(ModuleIndex module) const;
+  bool has_nothing_to_launch() const;
 
   std::shared_ptr<const LoraModelConfig> config_;
   CudaLoraOptions options_;
