@@ -1,7 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <bit>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -14,6 +13,7 @@
 #include "error_translation.h"
 #include "pagedlora/batch_lease.h"
 #include "pagedlora/task_entries.h"
+#include "stream_argument.h"
 
 namespace pagedlora::bindings {
 namespace py = pybind11;
@@ -149,9 +149,15 @@ void register_lease(py::module_& module) {
       .def_property_readonly("is_open", &BatchLease::is_open)
       .def(
           "close",
-          [](BatchLease& self, std::uintptr_t stream) { self.close(std::bit_cast<void*>(stream)); },
-          "stream"_a = 0, ReleaseGil(),
-          "Ends the hold once what is launched on the stream is done; idempotent.")
+          [](BatchLease& self, const py::object& stream) {
+            void* const last_reads = stream_argument(stream);
+            const py::gil_scoped_release release;
+            self.close(last_reads);
+          },
+          "stream"_a = py::none(),
+          R"(Ends the hold once what is launched on the stream is done; idempotent.
+
+The stream is one of torch or its number. Without one a GPU is waited for as a whole.)")
       .def("__enter__", [](std::shared_ptr<BatchLease> self) { return self; })
       .def("__exit__", [](BatchLease& self, const py::args&) {
         const py::gil_scoped_release release;

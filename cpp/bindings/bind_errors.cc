@@ -55,6 +55,10 @@ py::object translate(const std::exception_ptr& pointer) {
                 "num_owners"_a = error.num_owners);
   } catch (const OutOfMemoryError& error) {
     return make("OutOfMemoryError", error, "tier"_a = error.tier, "bytes"_a = error.bytes);
+  } catch (const GpuUnavailableError& error) {
+    return make("GpuUnavailableError", error, "reason"_a = error.reason);
+  } catch (const GpuCallError& error) {
+    return make("GpuCallError", error, "call"_a = error.call, "error_name"_a = error.error_name);
   } catch (const RequestConflictError& error) {
     return make("RequestConflictError", error);
   } catch (const LeaseClosedError& error) {

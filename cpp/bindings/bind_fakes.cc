@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
@@ -34,7 +35,15 @@ void register_clocks(py::module_& module) {
 }
 
 void register_fake_device(py::module_& module) {
-  py::class_<Device, std::shared_ptr<Device>>(module, "Device");
+  py::class_<Device, std::shared_ptr<Device>>(module, "Device")
+      .def_property_readonly("name", &Device::name)
+      .def(
+          "memory_info",
+          [](const Device& self) {
+            const MemoryInfo info = self.memory_info();
+            return std::pair(info.free_bytes, info.total_bytes);
+          },
+          ReleaseGil(), "Free and total bytes.");
   py::class_<fake::Device, Device, std::shared_ptr<fake::Device>>(
       module, "FakeDevice",
       "Ordinary memory with copies that are late, out of order, never done or failing.")

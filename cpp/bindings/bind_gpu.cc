@@ -1,14 +1,34 @@
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
 #ifdef PAGEDLORA_HAVE_CUDA
+#include "pagedlora/cuda/cuda_device.h"
 #include "pagedlora/cuda/gpu_support.h"
 #endif
 
 #include "bindings.h"
+#include "pagedlora/device.h"
+#include "pagedlora/errors.h"
 
 namespace pagedlora::bindings {
 namespace py = pybind11;
+using py::literals::operator""_a;
 namespace {
+
+#ifndef PAGEDLORA_HAVE_CUDA
+constexpr const char* kNoGpuPart =
+    "this build of pagedlora has no GPU part: build it where nvcc is on PATH";
+#endif
+
+std::shared_ptr<Device> make_cuda_device_of_build(int ordinal) {
+#ifdef PAGEDLORA_HAVE_CUDA
+  return cuda::make_cuda_device({.ordinal = ordinal});
+#else
+  static_cast<void>(ordinal);
+  throw GpuUnavailableError(kNoGpuPart);
+#endif
+}
 
 py::dict gpu_support_of_build() {
   py::dict info;
@@ -24,7 +44,7 @@ py::dict gpu_support_of_build() {
   info["num_devices"] = 0;
   info["driver_version"] = 0;
   info["runtime_version"] = 0;
-  info["detail"] = "this build of pagedlora has no GPU part: build it where nvcc is on PATH";
+  info["detail"] = kNoGpuPart;
 #endif
   return info;
 }
@@ -38,6 +58,11 @@ void register_gpu(py::module_& module) {
 Returns state ("available", "built without CUDA", "no driver", "driver too old", "no device" or
 "broken"), num_devices, driver_version and runtime_version (CUDA's, 13000 for 13.0; 0: none),
 and detail, a sentence on what to do.)");
+  module.def("make_cuda_device", &make_cuda_device_of_build, "ordinal"_a = 0,
+             py::call_guard<py::gil_scoped_release>(),
+             R"(A GPU as the device of a PeftCacheManager.
+
+Raises GpuUnavailableError, saying why, if there is no such GPU.)");
 }
 
 }  // namespace pagedlora::bindings

@@ -22,6 +22,7 @@
 #include "pagedlora/errors.h"
 #include "pagedlora/peft_cache_manager.h"
 #include "pagedlora/task_entries.h"
+#include "stream_argument.h"
 
 namespace pagedlora::bindings {
 namespace py = pybind11;
@@ -85,13 +86,15 @@ std::shared_ptr<PeftCacheManager> make_manager(
 
 std::shared_ptr<BatchLease> ensure_batch(PeftCacheManager& self,
                                          const std::vector<std::uint64_t>& requests,
-                                         bool reset_device_cache, std::uintptr_t stream) {
+                                         bool reset_device_cache, const py::object& stream) {
   std::vector<RequestId> ids;
   ids.reserve(requests.size());
   for (const std::uint64_t request : requests) {
     ids.push_back(RequestId{request});
   }
-  return self.ensure_batch(ids, reset_device_cache, std::bit_cast<void*>(stream));
+  void* const last_reads = stream_argument(stream);
+  const py::gil_scoped_release release;
+  return self.ensure_batch(ids, reset_device_cache, last_reads);
 }
 
 const char* state_name(AdapterState state) {
@@ -276,7 +279,7 @@ void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCac
           },
           "request_id"_a, "pause"_a = false, ReleaseGil())
       .def("ensure_batch", &ensure_batch, "request_ids"_a, "reset_device_cache"_a = false,
-           "stream"_a = 0, py::keep_alive<0, 1>(), ReleaseGil())
+           "stream"_a = py::none(), py::keep_alive<0, 1>())
       .def("poll", &poll, "timeout_s"_a = 0.0, "agree"_a = py::none())
       .def("prefetch", &prefetch, "task_ids"_a, ReleaseGil())
       .def(

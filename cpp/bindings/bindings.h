@@ -8,6 +8,7 @@ namespace pagedlora::bindings {
 void register_errors(pybind11::module_& module);
 void register_build_info(pybind11::module_& module);
 void register_gpu(pybind11::module_& module);
+void register_gpu_lora(pybind11::module_& module);
 void register_model(pybind11::module_& module);
 void register_layout(pybind11::module_& module);
 void register_adapter(pybind11::module_& module);

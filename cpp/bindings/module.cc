@@ -5,13 +5,14 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "The C++ core of pagedlora. Use the names of the pagedlora package instead.";
   register_errors(module);
   register_build_info(module);
-  register_gpu(module);
   register_model(module);
   register_layout(module);
   register_adapter(module);
   register_batch_lease(module);
   register_fakes(module);
+  register_gpu(module);
   register_peft_cache_manager(module);
   register_lora_operator(module);
+  register_gpu_lora(module);
   register_paged_attention(module);
 }

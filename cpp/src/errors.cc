@@ -130,6 +130,16 @@ AdapterInUseError::AdapterInUseError(TaskId used_task, std::size_t owners, std::
       task(used_task),
       num_owners(owners) {}
 
+GpuUnavailableError::GpuUnavailableError(std::string why)
+    : Error("no GPU can be used: " + why), reason(std::move(why)) {}
+
+GpuCallError::GpuCallError(std::string failed_call, std::string name,
+                           const std::string& description)
+    : Error(failed_call + " failed: " + description + " (" + name +
+            "); the GPU can still be used, and asking again may help"),
+      call(std::move(failed_call)),
+      error_name(std::move(name)) {}
+
 OutOfMemoryError::OutOfMemoryError(std::string failed_tier, std::size_t failed_bytes)
     : Error("cannot allocate " + count(failed_bytes, "byte") + " for the " + failed_tier +
             " cache; lower " + size_option(failed_tier) + " or free memory"),

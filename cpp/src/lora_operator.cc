@@ -276,6 +276,12 @@ void LoraOperator::check(const LoraBatch& batch, ModuleIndex module, ModuleKind 
                                  " given to a LoraOperator for " +
                                  std::string(dtype_name(weights_dtype_)));
     }
+    if (!run.task.is_cpu_readable) {
+      throw InvalidArgumentError(
+          "the adapters of this batch lie in a GPU's memory, which a LoraOperator cannot read: use "
+          "a "
+          "CudaLoraOperator, or a cache on the CPU");
+    }
     if (module.value >= run.task.layout->num_modules()) {
       throw InvalidArgumentError("module index " + std::to_string(module.value) +
                                  " given for a model with " +

@@ -52,7 +52,7 @@ PeftCacheManager::PeftCacheManager(std::shared_ptr<const LoraModelConfig> config
       board_(std::make_shared<internal::JobBoard>()),
       mutex_(board_->mutex),
       layouts_(config_, params_),
-      host_(make_host_device(), "host", options_.host_cache_bytes / params_.page_bytes,
+      host_(device->host_tier_device(), "host", options_.host_cache_bytes / params_.page_bytes,
             params_.page_bytes, make_policy),
       device_(std::move(device), "device", options_.device_cache_bytes / params_.page_bytes,
               params_.page_bytes, make_policy),

@@ -228,8 +228,10 @@ void PeftCacheManager::undo_batch() noexcept {
 
 void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& tasks,
                                      void* stream) noexcept {
+  // Before the lock: it may wait.
+  const std::shared_ptr<const PageUse> reads =
+      tasks.empty() ? nullptr : device_.pool().device()->launched_work(stream);
   const std::scoped_lock lock(mutex_);
-  const std::shared_ptr<const PageUse> reads = device_.pool().device()->launched_work(stream);
   for (const BatchLease::LeasedTask& leased : tasks) {
     if (reads != nullptr) {
       device_.add_reserved_page_use(leased.task, reads);
@@ -258,7 +260,8 @@ PeftCacheManager::Lock PeftCacheManager::lock_for_batch(void* stream) {
 }
 
 // Locks the manager at a moment when no lease holds a pin. A lease that is just being closed or
-// destroyed by another thread is waited for; that thread needs nothing but this lock.
+// destroyed by another thread is waited for; that thread needs the device, then this lock, and
+// nothing else.
 PeftCacheManager::Lock PeftCacheManager::lock_without_lease(void* stream) {
   for (;;) {
     std::shared_ptr<BatchLease> lease;  // outlives the lock: its end may take it

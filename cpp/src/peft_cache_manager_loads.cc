@@ -18,9 +18,13 @@ using internal::TierCopy;
 
 TaskPages PeftCacheManager::pages_of(const LoraCache& cache, TaskId task,
                                      const TaskRecord& record) const {
-  return {record.layout.get(),          cache.find(task)->pages.data(),
-          record.plan->scales().data(), cache.pool().base(),
-          params_.page_bytes,           config_->dtype()};
+  return {record.layout.get(),
+          cache.find(task)->pages.data(),
+          record.plan->scales().data(),
+          cache.pool().base(),
+          params_.page_bytes,
+          config_->dtype(),
+          cache.pool().device()->is_cpu_readable()};
 }
 
 void PeftCacheManager::make_room(Tier tier, std::size_t pages) {

@@ -95,9 +95,13 @@ void PeftCacheManager::read_task(
     pages.emplace(pages_of(cache, task, record), record.layout, cache.pool().arena());
     cache.add_page_use(task, reading);
   }
-  TaskPages view = pages->view();
-  view.scales = plan->scales().data();
   try {
+    std::optional<internal::HostCopy> copy;
+    if (tier == Tier::device && !device_.pool().device()->is_host_memory()) {
+      copy.emplace(pages->view(), *device_.pool().device());
+    }
+    TaskPages view = copy ? copy->view() : pages->view();
+    view.scales = plan->scales().data();
     read(view, *plan);
   } catch (...) {
     reading->over = true;

@@ -14,8 +14,6 @@ namespace {
 
 // Bytes between two matrices that are cheaper to read than to skip.
 constexpr std::uint64_t kMaxGapBytes = 4096;
-// Rows of a B matrix that stay in the L1 cache while every block takes its columns.
-constexpr std::size_t kTileBytes = 32U << 10;
 
 class FixedTargets final : public ScatterTargets {
  public:
@@ -31,54 +29,50 @@ class FixedTargets final : public ScatterTargets {
 
 }  // namespace
 
-// The copies of one segment, listed before they are executed together.
-class ScatterPlan::Copies {
+// Carries out the copies of one segment together.
+class ScatterPlan::CpuExecutor {
  public:
-  Copies(Dtype cache_dtype, const std::byte* chunk)
-      : cache_dtype_(cache_dtype), target_dtype_(cache_dtype), chunk_(chunk) {}
-
-  // What is added next becomes elements of float32, or else of the cache's dtype.
-  void set_float32(bool is_float32) { target_dtype_ = is_float32 ? Dtype::float32 : cache_dtype_; }
+  explicit CpuExecutor(const std::byte* chunk) : chunk_(chunk) {}
 
   void aim_at(const ScatterTargets::Access& access) {
     target_ = access.target;
     second_ = access.second;
   }
 
-  // From `at` in the chunk to the place that starts `element` elements into the part.
-  void add(std::size_t at, std::size_t source_stride_bytes, const Part& part, std::size_t element,
-           std::size_t rows, std::size_t columns) {
-    const std::size_t offset = element * element_bytes(target_dtype_);
-    copies_.push_back({chunk_ + at, source_stride_bytes, target_->address(part.at) + offset,
-                       second_ == nullptr ? nullptr : second_->address(part.at) + offset, rows,
-                       columns});
-  }
-
-  // At once: source rows to columns of a part whose rows are `target_stride` elements long, from
-  // its given element on. False if a finite value overflowed float16.
-  [[nodiscard]] bool transpose(std::size_t at, std::size_t source_stride_bytes, Dtype source_dtype,
-                               const Part& part, std::size_t element, std::size_t target_stride,
-                               std::size_t rows, std::size_t columns) const {
-    const std::size_t offset = element * element_bytes(target_dtype_);
-    return transpose_2d({chunk_ + at, source_stride_bytes, target_->address(part.at) + offset,
-                         second_ == nullptr ? nullptr : second_->address(part.at) + offset,
-                         target_stride, rows, columns},
-                        source_dtype, target_dtype_);
+  // To be filled with the copies of a segment, for execute().
+  std::vector<ScatterCopy>& list() {
+    listed_.clear();
+    return listed_;
   }
 
   // False if a finite value overflowed float16.
-  [[nodiscard]] bool execute(Dtype source_dtype) {
-    const bool fits = copy_2d(copies_, source_dtype, target_dtype_);
+  [[nodiscard]] bool execute() {
+    bool fits = true;
     copies_.clear();
+    for (const ScatterCopy& copy : listed_) {
+      std::byte* target = target_->address(copy.part) + copy.offset_bytes;
+      std::byte* second =
+          second_ == nullptr ? nullptr : second_->address(copy.part) + copy.offset_bytes;
+      if (copy.target_stride == 0) {
+        copies_.push_back(
+            {chunk_ + copy.at, copy.source_stride_bytes, target, second, copy.rows, copy.columns});
+      } else {
+        fits &= transpose_2d({chunk_ + copy.at, copy.source_stride_bytes, target, second,
+                              copy.target_stride, copy.rows, copy.columns},
+                             copy.source_dtype, copy.target_dtype);
+      }
+    }
+    if (!copies_.empty()) {
+      fits &= copy_2d(copies_, listed_.front().source_dtype, listed_.front().target_dtype);
+    }
     return fits;
   }
 
  private:
-  Dtype cache_dtype_;
-  Dtype target_dtype_;
   const std::byte* chunk_;
   const TaskPages* target_ = nullptr;
   const TaskPages* second_ = nullptr;
+  std::vector<ScatterCopy> listed_;
   std::vector<Copy2d> copies_;
 };
 
@@ -202,7 +196,7 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
     throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
   }
   internal::Checksum checksum;
-  Copies copies(cache_dtype, chunk.data());
+  CpuExecutor executor(chunk.data());
   WindowBuilder windows(matrices_, chunk.size());
   Window window;
   Outcome outcome;
@@ -215,8 +209,13 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
       check_values(window, bytes, cache_dtype);
     }
     const ScatterTargets::Access access = targets.open();
-    copies.aim_at(access);
-    write(window, copies);
+    executor.aim_at(access);
+    for (const Segment& segment : window.segments) {
+      list(segment, cache_dtype, executor.list());
+      if (!executor.execute()) {
+        refuse_overflow(index_of(*segment.matrix));
+      }
+    }
   }
   outcome.checksum = checksum.value();
   return outcome;
@@ -229,114 +228,19 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
   return execute(reader, cache_dtype, chunk, targets);
 }
 
-void ScatterPlan::write(const Window& window, Copies& copies) const {
-  for (const Segment& segment : window.segments) {
-    const Kind kind = segment.matrix->kind;
-    copies.set_float32(kind == Kind::bias || kind == Kind::dora_scale);
-    if (kind == Kind::a && layout_.rows()[segment.matrix->row].kind == ModuleKind::embedding) {
-      if (!transpose_a(segment, copies)) {
-        refuse_overflow(*segment.matrix);
-      }
-    } else if (kind == Kind::a) {
-      list_a(segment, copies);
-    } else if (kind == Kind::b) {
-      list_b(segment, copies);
-    } else {
-      list_vector(segment, copies);
-    }
-    if (!copies.execute(segment.matrix->dtype)) {
-      refuse_overflow(*segment.matrix);
-    }
+void ScatterPlan::list_copies(Dtype cache_dtype, std::size_t chunk_bytes,
+                              const std::function<void(const Chunk&)>& visit) const {
+  if (chunk_bytes < kMinChunkBytes) {
+    throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
   }
-}
-
-void ScatterPlan::list_a(const Segment& segment, Copies& copies) const {
-  const Matrix& matrix = *segment.matrix;
-  const std::size_t element = element_bytes(matrix.dtype);
-  const std::size_t stride = matrix.stride_bytes;
-  const std::uint32_t row_end = segment.row_begin + segment.num_rows;
-  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
-  const std::span<const Block> blocks = layout_.blocks_of_row(matrix.row);
-  for (std::uint32_t row = segment.row_begin; row < row_end;) {
-    const Block& block = blocks[row / kMaxBlockRanks];
-    const std::uint32_t block_end = block.rank_begin + block.rank_count;
-    const std::uint32_t rows = std::min(row_end, block_end) - row;
-    for (const Part& part : layout_.a_parts(block)) {
-      const std::uint32_t begin = std::max(part.begin, segment.column_begin);
-      const std::uint32_t end = std::min(part.begin + part.length, column_end);
-      if (begin < end) {
-        copies.add(segment.at + (row - segment.row_begin) * stride +
-                       (begin - segment.column_begin) * element,
-                   stride, part,
-                   std::size_t{row - block.rank_begin} * part.length + (begin - part.begin), rows,
-                   end - begin);
-      }
+  WindowBuilder windows(matrices_, chunk_bytes);
+  std::vector<ScatterCopy> copies;
+  for (Window window; windows.next(window);) {
+    copies.clear();
+    for (const Segment& segment : window.segments) {
+      list(segment, cache_dtype, copies);
     }
-    row += rows;
-  }
-}
-
-// Of an embedding: its parts are [features, ranks of the block].
-bool ScatterPlan::transpose_a(const Segment& segment, const Copies& copies) const {
-  const Matrix& matrix = *segment.matrix;
-  const std::size_t element = element_bytes(matrix.dtype);
-  const std::uint32_t row_end = segment.row_begin + segment.num_rows;
-  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
-  bool fits = true;
-  for (const Block& block : layout_.blocks_of_row(matrix.row)) {
-    const std::uint32_t first = std::max<std::uint32_t>(block.rank_begin, segment.row_begin);
-    const std::uint32_t last =
-        std::min<std::uint32_t>(block.rank_begin + block.rank_count, row_end);
-    for (const Part& part : layout_.a_parts(block)) {
-      const std::uint32_t begin = std::max(part.begin, segment.column_begin);
-      const std::uint32_t end = std::min(part.begin + part.length, column_end);
-      if (first < last && begin < end) {
-        fits &= copies.transpose(
-            segment.at + (first - segment.row_begin) * matrix.stride_bytes +
-                (begin - segment.column_begin) * element,
-            matrix.stride_bytes, matrix.dtype, part,
-            std::size_t{begin - part.begin} * block.rank_count + (first - block.rank_begin),
-            block.rank_count, last - first, end - begin);
-      }
-    }
-  }
-  return fits;
-}
-
-void ScatterPlan::list_b(const Segment& segment, Copies& copies) const {
-  const Matrix& matrix = *segment.matrix;
-  const std::size_t element = element_bytes(matrix.dtype);
-  const std::size_t stride = matrix.stride_bytes;
-  const std::uint32_t row_end = segment.row_begin + segment.num_rows;
-  const auto step = static_cast<std::uint32_t>(std::max<std::size_t>(kTileBytes / stride, 1));
-  for (std::uint32_t tile = segment.row_begin; tile < row_end; tile += step) {
-    const std::uint32_t tile_end = std::min(tile + step, row_end);
-    for (const Block& block : layout_.blocks_of_row(matrix.row)) {
-      for (const Part& part : layout_.b_parts(block)) {
-        const std::uint32_t begin = std::max(part.begin, tile);
-        const std::uint32_t end = std::min(part.begin + part.length, tile_end);
-        if (begin < end) {
-          copies.add(segment.at + (begin - segment.row_begin) * stride + block.rank_begin * element,
-                     stride, part, std::size_t{begin - part.begin} * block.rank_count, end - begin,
-                     block.rank_count);
-        }
-      }
-    }
-  }
-}
-
-void ScatterPlan::list_vector(const Segment& segment, Copies& copies) const {
-  const Matrix& matrix = *segment.matrix;
-  const std::size_t element = element_bytes(matrix.dtype);
-  const std::uint32_t column_end = segment.column_begin + segment.num_columns;
-  for (const Part& part : matrix.kind == Kind::bias ? layout_.bias_parts(matrix.row)
-                                                    : layout_.dora_scale_parts(matrix.row)) {
-    const std::uint32_t begin = std::max(part.begin, segment.column_begin);
-    const std::uint32_t end = std::min(part.begin + part.length, column_end);
-    if (begin < end) {
-      copies.add(segment.at + (begin - segment.column_begin) * element, matrix.stride_bytes, part,
-                 begin - part.begin, 1, end - begin);
-    }
+    visit({window.offset, window.bytes, copies});
   }
 }
 
@@ -367,6 +271,10 @@ void ScatterPlan::check_values(const Window& window, std::span<const std::byte> 
   }
 }
 
+std::uint32_t ScatterPlan::index_of(const Matrix& matrix) const {
+  return static_cast<std::uint32_t>(&matrix - matrices_.data());
+}
+
 std::string ScatterPlan::label(const Matrix& matrix) const {
   const std::string& module = config_.module(plan_.rows()[matrix.row].module).name;
   switch (matrix.kind) {
@@ -382,8 +290,8 @@ std::string ScatterPlan::label(const Matrix& matrix) const {
   return module;
 }
 
-void ScatterPlan::refuse_overflow(const Matrix& matrix) const {
-  throw AdapterFormatError(plan_.source()->description(), label(matrix),
+void ScatterPlan::refuse_overflow(std::uint32_t matrix) const {
+  throw AdapterFormatError(plan_.source()->description(), label(matrices_.at(matrix)),
                            "a value is beyond the range of the cache's float16; use "
                            "dtype=\"bfloat16\" or \"float32\" for the cache");
 }

@@ -21,6 +21,7 @@ __all__: list[str] = [
     "Dtype",
     "FakeDevice",
     "FakeSource",
+    "GpuLoraOperator",
     "LayoutParams",
     "LoraBatch",
     "LoraModelConfig",
@@ -43,6 +44,7 @@ __all__: list[str] = [
     "build_info",
     "entry_transitions",
     "gpu_support",
+    "make_cuda_device",
     "make_memory_source",
     "measure_layout",
     "open_file",
@@ -302,9 +304,11 @@ class BatchLease:
     def __getitem__(self, arg0: int) -> list[TaskLayerModuleConfig]: ...
     def __iter__(self) -> collections.abc.Iterator[int]: ...
     def __len__(self) -> int: ...
-    def close(self, stream: int = 0) -> None:
+    def close(self, stream: typing.Any = None) -> None:
         """
         Ends the hold once what is launched on the stream is done; idempotent.
+
+        The stream is one of torch or its number. Without one a GPU is waited for as a whole.
         """
     def get(self, request_id: int, default: typing.Any = None) -> typing.Any: ...
     def items(self) -> list[tuple[int, list[TaskLayerModuleConfig]]]: ...
@@ -334,7 +338,12 @@ class ManualClock(Clock):
     def advance(self, seconds: float) -> None: ...
 
 class Device:
-    pass
+    def memory_info(self) -> tuple[int, int]:
+        """
+        Free and total bytes.
+        """
+    @property
+    def name(self) -> str: ...
 
 class FakeDevice(Device):
     """
@@ -455,7 +464,7 @@ class PeftCacheManager:
         self,
         request_ids: collections.abc.Sequence[int],
         reset_device_cache: bool = False,
-        stream: int = 0,
+        stream: typing.Any = None,
     ) -> BatchLease: ...
     def evict_unowned(self, tier: str) -> None: ...
     def free_pages(self, tier: str) -> int: ...
@@ -562,6 +571,67 @@ class LoraOperator:
         factor is what the module multiplies its output by after looking it up.
         """
 
+class GpuLoraOperator:
+    """
+    y += scale * B (A x) on a GPU, from the pages of its cache. Thread-safe.
+    """
+    def __init__(
+        self,
+        config: LoraModelConfig,
+        layout: LayoutParams,
+        *,
+        max_rows: int,
+        max_tasks: int,
+        ordinal: int = 0,
+        for_graphs: bool = False,
+    ) -> None:
+        """
+        Tables for max_rows rows of a batch and max_tasks adapters. for_graphs: launches do not
+        depend on the batch, so that a captured graph may be replayed after the next one.
+        """
+    def apply(
+        self,
+        module_index: int,
+        x_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        x_row_stride: int,
+        y_row_stride: int,
+        dtype: Dtype,
+        base_bias_ptr: int = 0,
+        stream: int = 0,
+    ) -> None:
+        """
+        Enqueues what LoraOperator.apply does; pointers are the GPU's.
+        """
+    def apply_embedding(
+        self,
+        module_index: int,
+        token_ids_ptr: int,
+        y_ptr: int,
+        num_rows: int,
+        y_row_stride: int,
+        dtype: Dtype,
+        factor: float = 1.0,
+        stream: int = 0,
+    ) -> None:
+        """
+        Enqueues what LoraOperator.apply_embedding does; pointers are the GPU's.
+        """
+    def clear_batch(self) -> None: ...
+    def set_batch(
+        self,
+        lease: BatchLease,
+        segments: collections.abc.Sequence[tuple[int | None, int]],
+        stream: int = 0,
+    ) -> None:
+        """
+        Says which rows use which leased adapter: (request id or None, number of rows) in row
+        order. stream is a CUDA stream's number, as torch's cuda_stream; 0: the default one.
+        """
+    @property
+    def device_bytes(self) -> int: ...
+
 class AttentionBatch:
     """
     Block tables and token counts of the sequences of one step.
@@ -626,6 +696,13 @@ def gpu_support() -> dict[str, typing.Any]:
     Returns state ("available", "built without CUDA", "no driver", "driver too old", "no device" or
     "broken"), num_devices, driver_version and runtime_version (CUDA's, 13000 for 13.0; 0: none),
     and detail, a sentence on what to do.
+    """
+
+def make_cuda_device(ordinal: int = 0) -> Device:
+    """
+    A GPU as the device of a PeftCacheManager.
+
+    Raises GpuUnavailableError, saying why, if there is no such GPU.
     """
 
 def make_memory_source(buffer: typing_extensions.Buffer, description: str) -> TensorSource:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from pagedlora.engine import lora_hooks
-from pagedlora.engine.lora_hooks import LoraHooks, RowMap
+from pagedlora.engine.lora_hooks import LoraHooks
+from pagedlora.engine.row_map import RowMap
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 from pagedlora.requests import LlmRequest
 

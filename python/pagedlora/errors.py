@@ -241,6 +241,30 @@ class OutOfMemoryError(PagedLoraError, MemoryError):
     bytes: int
 
 
+class GpuUnavailableError(PagedLoraError, RuntimeError):
+    """There is no GPU that this process can use, or it has failed and cannot be used any more.
+
+    Attributes:
+        reason: What is missing or what failed.
+    """
+
+    code = "gpu_unavailable"
+    reason: str
+
+
+class GpuCallError(PagedLoraError, RuntimeError):
+    """A call to the GPU's runtime failed, and the GPU can still be used.
+
+    Attributes:
+        call: The function that failed.
+        error_name: What it returned, such as "cudaErrorInvalidValue".
+    """
+
+    code = "gpu_call_failed"
+    call: str
+    error_name: str
+
+
 class CapacityError(PagedLoraError, ValueError):
     """The request can never run with the configured sizes."""
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from pagedlora import _core
 from pagedlora.cache_budgets import cache_budgets, check_agreement, check_max_adapter
 from pagedlora.config import PeftCacheConfig
-from pagedlora.errors import InvalidArgumentError
-from pagedlora.memory import available_memory_bytes
+from pagedlora.devices import core_device_of, free_bytes_of
 from pagedlora.requests import PeftRequest
 from pagedlora.task_rows import GatheredRow, join_rows
 
@@ -42,7 +41,7 @@ class PeftCacheManager:
         self,
         model_config: _core.LoraModelConfig,
         config: PeftCacheConfig | None = None,
-        device: str | _core.Device = "cpu",
+        device: object = "cpu",
         *,
         clock: _core.Clock | None = None,
     ) -> None:
@@ -51,21 +50,21 @@ class PeftCacheManager:
         Args:
             model_config: The modules, their sizes and the dtype of the pages.
             config: Budgets; page counts round down, so that a tier never exceeds its own.
-            device: "cpu", or a device made for tests.
+            device: "cpu", "cuda" or "cuda:N" (also as torch's), or a device made for tests. A GPU
+                holds the device tier; the host tier is pinned then.
             clock: Decides when loads take too long; None: the system's monotonic clock.
 
         Raises:
             InvalidArgumentError: Another device, a budget that holds no page, a tier that cannot
                 hold an adapter of `config.max_adapter_size`, or a dtype or rank in `config` that
                 is not the model configuration's.
-            OutOfMemoryError: The system does not have that much memory.
+            GpuUnavailableError: There is no such GPU; its `reason` says what is missing.
+            OutOfMemoryError: The system or the GPU does not have that much memory.
         """
-        core_device = device if isinstance(device, _core.Device) else None
-        if core_device is None and str(device) != "cpu":
-            raise InvalidArgumentError(f"device is {device!r}: only 'cpu' is supported")
+        core_device = core_device_of(device)
         config = config or PeftCacheConfig()
         check_agreement(config, model_config)
-        budgets = cache_budgets(config, model_config, available_memory_bytes())
+        budgets = cache_budgets(config, model_config, free_bytes_of(core_device))
         self._model_config = model_config
         self._core = _core.PeftCacheManager(
             model_config,
@@ -235,7 +234,8 @@ class PeftCacheManager:
             context_requests: In the order of the batch; requests without a task are left out.
             generation_requests: Likewise.
             reset_gpu_cache: First let every device copy count as unowned.
-            stream: On which the previous lease is closed; the CPU has none.
+            stream: On which the previous lease is closed: torch's, or its number. Without one a
+                GPU is waited for as a whole; the CPU has none.
 
         Returns:
             A mapping of request id to entries, with `.errors`. Loads of these adapters are waited
@@ -248,7 +248,7 @@ class PeftCacheManager:
         """
         requests = (*context_requests, *generation_requests)
         ids = [r.request_id for r in requests if self._has_adapter(r)]
-        return self._core.ensure_batch(ids, reset_gpu_cache, _stream_address(stream))
+        return self._core.ensure_batch(ids, reset_gpu_cache, stream)
 
     def ensure_batch_map_task_id(
         self,
@@ -383,10 +383,3 @@ class PeftCacheManager:
             RuntimeError: Says which invariant is broken; this is a bug in the cache.
         """
         self._core.check_invariants()
-
-
-def _stream_address(stream: object) -> int:
-    """Address of a CUDA stream, given as torch gives it or as a number; 0 without one."""
-    if stream is None:
-        return 0
-    return int(getattr(stream, "cuda_stream", stream))  # type: ignore[call-overload, no-any-return]

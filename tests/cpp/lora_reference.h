@@ -14,10 +14,12 @@ namespace pagedlora::testing_support {
 inline constexpr double kCombineRoundings = 6;
 
 // How many elements of `after` are further from the exact y += LoRA(x) of all the adapter's rows
-// for the module than rounding explains. Every row may round y once.
-inline int num_wrong_of_module(Isa isa, const Adapter& adapter, ModuleIndex module, const Matrix& x,
-                               const Matrix& before, const Matrix& after,
-                               const Matrix* base_bias = nullptr) {
+// for the module than rounding explains. Every row may round y once. `bound_of(layout, row)` is what
+// the kernels promise of a row.
+template <class BoundOf>
+int num_wrong_by_bound(const BoundOf& bound_of, const Adapter& adapter, ModuleIndex module,
+                       const Matrix& x, const Matrix& before, const Matrix& after,
+                       const Matrix* base_bias = nullptr) {
   const auto [first_row, end_row] = adapter.layout().rows_of(module);
   int wrong = 0;
   for (std::uint32_t token = 0; token < x.rows(); ++token) {
@@ -31,7 +33,7 @@ inline int num_wrong_of_module(Isa isa, const Adapter& adapter, ModuleIndex modu
     for (std::uint32_t row = first_row; row < end_row; ++row) {
       const Adapter::Row& weights = adapter.rows[row];
       const double scale = adapter.scales[row];
-      const double bound = rounding_bound(adapter.layout(), row, isa);
+      const double bound = bound_of(adapter.layout(), row);
       for (std::uint32_t o = 0; o < weights.out; ++o) {
         double sum = 0;
         double sum_magnitude = 0;
@@ -69,6 +71,15 @@ inline int num_wrong_of_module(Isa isa, const Adapter& adapter, ModuleIndex modu
     }
   }
   return wrong;
+}
+
+inline int num_wrong_of_module(Isa isa, const Adapter& adapter, ModuleIndex module, const Matrix& x,
+                               const Matrix& before, const Matrix& after,
+                               const Matrix* base_bias = nullptr) {
+  const auto bound_of = [isa](const Layout& layout, std::uint32_t row) {
+    return rounding_bound(layout, row, isa);
+  };
+  return num_wrong_by_bound(bound_of, adapter, module, x, before, after, base_bias);
 }
 
 }  // namespace pagedlora::testing_support

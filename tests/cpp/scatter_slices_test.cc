@@ -59,6 +59,21 @@ struct Loaded {
   std::uint64_t promised_bytes = 0;
 };
 
+// Of all chunks that another executor is told to read; every copy must lie in its chunk.
+std::uint64_t listed_bytes(const ScatterPlan& scatter, Dtype dtype, std::size_t chunk_bytes) {
+  std::uint64_t bytes = 0;
+  scatter.list_copies(dtype, chunk_bytes, [&](const ScatterPlan::Chunk& chunk) {
+    EXPECT_LE(chunk.bytes, chunk_bytes);
+    for (const ScatterCopy& copy : chunk.copies) {
+      EXPECT_LE(copy.at + (copy.rows - 1) * copy.source_stride_bytes +
+                    copy.columns * element_bytes(copy.source_dtype),
+                chunk.bytes);
+    }
+    bytes += chunk.bytes;
+  });
+  return bytes;
+}
+
 // Executes the plan and compares every row with the source, one element after the other.
 Loaded load_and_compare(const LoraModelConfig& config, std::vector<PlannedRow> planned,
                         const StoredMatrices& stored, Dtype dtype, std::size_t chunk_bytes,
@@ -98,6 +113,7 @@ Loaded load_and_compare(const LoraModelConfig& config, std::vector<PlannedRow> p
     expect_equal(r.a, r.rank, r.in.length, a);
     expect_equal(r.b, r.out.length, r.rank, b);
   }
+  EXPECT_EQ(listed_bytes(scatter, dtype, chunk_bytes), loaded.promised_bytes);
   EXPECT_EQ(loaded.outcome.source_bytes, loaded.promised_bytes);
   EXPECT_EQ(loaded.outcome.source_bytes, loaded.source->bytes_read);
   return loaded;

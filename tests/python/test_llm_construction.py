@@ -82,7 +82,7 @@ def test_texts_go_in_and_out_with_a_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"device": "cuda"}, "cuda"),
+        ({"device": "mps"}, "mps"),
         ({"dtype": "int8"}, "int8"),
         ({"dtype": "bfloat16"}, "convert it yourself"),
         (

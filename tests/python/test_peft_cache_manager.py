@@ -336,8 +336,8 @@ def test_unknown_tiers_and_devices_are_refused(small_cache: Cache, tmp_path: Pat
     register_adapters(small_cache, tmp_path, "a")
     with pytest.raises(InvalidArgumentError, match="tier"):
         small_cache.peft.evict_unowned("gpu")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="cuda"):
-        PeftCacheManager(small_cache.config, device="cuda")
+    with pytest.raises(InvalidArgumentError, match="tpu"):
+        PeftCacheManager(small_cache.config, device="tpu")
 
 
 @pytest.mark.parametrize("page_size", [1024, 4096, 1000 * 64, "auto"])

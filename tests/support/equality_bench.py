@@ -117,6 +117,7 @@ def open_bench(
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict",
     dtype: torch.dtype = torch.float32,
     lora_targets: list[str] | Literal["all-linear"] = "all-linear",
+    device: str = "cpu",
 ) -> Iterator[Bench]:
     """An engine on a tiny model, checked and closed at the end.
 
@@ -131,9 +132,11 @@ def open_bench(
         policy: Of the scheduler.
         dtype: Of the model.
         lora_targets: Modules that may carry LoRA.
+        device: Where the model lies.
     """
     llm = LLM(
-        build_tiny_model(family, dtype=dtype),
+        build_tiny_model(family, dtype=dtype).to(device),
+        device=device,
         lora_config=LoraConfig(lora_target_modules=lora_targets),
         peft_cache_config=PeftCacheConfig(
             device_cache_size=room_for_largest(adapters, device_adapters, dtype),

@@ -9,16 +9,19 @@
 // Pure functions; thread-safe.
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string_view>
+
+#include "pagedlora/host_device.h"
 
 namespace pagedlora {
 
 enum class Dtype : std::uint8_t { float32, float16, bfloat16 };
 
-constexpr std::size_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+PAGEDLORA_HOST_DEVICE constexpr std::size_t element_bytes(Dtype dtype) {
+  return dtype == Dtype::float32 ? 4 : 2;
+}
 
 constexpr std::string_view dtype_name(Dtype dtype) {
   switch (dtype) {
@@ -43,42 +46,49 @@ struct Float16 {
 namespace internal {
 inline constexpr std::uint32_t kFloat32ExponentMask = 0x7F800000U;
 inline constexpr std::uint32_t kFloat32AbsMask = 0x7FFFFFFFU;
+
+// std::bit_cast, which nvcc lets a kernel call only with an experimental flag.
+template <class To, class From>
+PAGEDLORA_HOST_DEVICE constexpr To bit_cast(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  return __builtin_bit_cast(To, value);
+}
 }  // namespace internal
 
-inline float widen(float value) { return value; }
+PAGEDLORA_HOST_DEVICE inline float widen(float value) { return value; }
 
-inline float widen(Bfloat16 value) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
+PAGEDLORA_HOST_DEVICE inline float widen(Bfloat16 value) {
+  return internal::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
 }
 
-inline float widen(Float16 value) {
+PAGEDLORA_HOST_DEVICE inline float widen(Float16 value) {
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
   const std::uint32_t magnitude = value.bits & 0x7FFFU;
   if (magnitude >= 0x7C00U) {  // infinity or NaN: the payload moves up unchanged
-    return std::bit_cast<float>(sign | internal::kFloat32ExponentMask |
-                                ((magnitude & 0x3FFU) << 13));
+    return internal::bit_cast<float>(sign | internal::kFloat32ExponentMask |
+                                     ((magnitude & 0x3FFU) << 13));
   }
   if (magnitude >= 0x0400U) {  // normal: rebias the exponent from 15 to 127
-    return std::bit_cast<float>(sign | ((magnitude << 13) + (112U << 23)));
+    return internal::bit_cast<float>(sign | ((magnitude << 13) + (112U << 23)));
   }
   // Subnormal: an integer multiple of 2^-24, exact in float32.
   const float scaled = static_cast<float>(magnitude) * 0x1p-24F;
-  return std::bit_cast<float>(sign | std::bit_cast<std::uint32_t>(scaled));
+  return internal::bit_cast<float>(sign | internal::bit_cast<std::uint32_t>(scaled));
 }
 
 template <class To>
-To narrow(float value);
+PAGEDLORA_HOST_DEVICE To narrow(float value);
 
 template <>
-inline float narrow<float>(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+PAGEDLORA_HOST_DEVICE inline float narrow<float>(float value) {
+  const std::uint32_t bits = internal::bit_cast<std::uint32_t>(value);
   const bool is_nan = (bits & internal::kFloat32AbsMask) > internal::kFloat32ExponentMask;
-  return is_nan ? std::bit_cast<float>(internal::kFloat32AbsMask) : value;
+  return is_nan ? internal::bit_cast<float>(internal::kFloat32AbsMask) : value;
 }
 
 template <>
-inline Bfloat16 narrow<Bfloat16>(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+PAGEDLORA_HOST_DEVICE inline Bfloat16 narrow<Bfloat16>(float value) {
+  const std::uint32_t bits = internal::bit_cast<std::uint32_t>(value);
   if ((bits & internal::kFloat32AbsMask) > internal::kFloat32ExponentMask) {
     return Bfloat16{0x7FFFU};
   }
@@ -87,8 +97,8 @@ inline Bfloat16 narrow<Bfloat16>(float value) {
 }
 
 template <>
-inline Float16 narrow<Float16>(float value) {
-  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+PAGEDLORA_HOST_DEVICE inline Float16 narrow<Float16>(float value) {
+  const std::uint32_t bits = internal::bit_cast<std::uint32_t>(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000U;
   const std::uint32_t magnitude = bits & internal::kFloat32AbsMask;
   if (magnitude > internal::kFloat32ExponentMask) {
@@ -103,14 +113,15 @@ inline Float16 narrow<Float16>(float value) {
     return Float16{static_cast<std::uint16_t>(sign | ((rebiased + rounding) >> 13))};
   }
   // Subnormal: adding 0.5 leaves the value's multiple of 2^-24 in the mantissa, rounded to even.
-  const float shifted = std::bit_cast<float>(magnitude) + 0.5F;
-  const std::uint32_t mantissa = std::bit_cast<std::uint32_t>(shifted) - 0x3F000000U;
+  const float shifted = internal::bit_cast<float>(magnitude) + 0.5F;
+  const std::uint32_t mantissa = internal::bit_cast<std::uint32_t>(shifted) - 0x3F000000U;
   return Float16{static_cast<std::uint16_t>(sign | mantissa)};
 }
 
 // True when narrowing turned a finite value into an infinity. Only float16 can.
-inline bool overflows_float16(float value) {
-  const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(value) & internal::kFloat32AbsMask;
+PAGEDLORA_HOST_DEVICE inline bool overflows_float16(float value) {
+  const std::uint32_t magnitude =
+      internal::bit_cast<std::uint32_t>(value) & internal::kFloat32AbsMask;
   return magnitude >= 0x477FF000U && magnitude < internal::kFloat32ExponentMask;
 }
 

@@ -122,6 +122,24 @@ class OutOfMemoryError : public Error {
   std::size_t bytes;
 };
 
+// There is no GPU that this process can use, or it has failed and cannot be used any more.
+class GpuUnavailableError : public Error {
+ public:
+  // `reason` says what is missing or what failed, and is a sentence of its own.
+  explicit GpuUnavailableError(std::string reason);
+
+  std::string reason;
+};
+
+// A call to the GPU's runtime failed, and the GPU can still be used.
+class GpuCallError : public Error {
+ public:
+  GpuCallError(std::string call, std::string error_name, const std::string& description);
+
+  std::string call;
+  std::string error_name;
+};
+
 // A source or a device did not answer in time. The load was given up; asking again starts it anew.
 class AdapterLoadTimeout : public Error {
  public:

@@ -175,6 +175,7 @@ struct TaskPages {
   std::byte* base = nullptr;      // address of page 0 of the pool
   std::size_t page_bytes = 0;
   Dtype dtype = Dtype::float32;  // of the weights
+  bool is_cpu_readable = true;   // false: addresses are a GPU's
 
   std::byte* address(PartLocation at) const {
     return base + static_cast<std::size_t>(pages[at.page].value) * page_bytes +

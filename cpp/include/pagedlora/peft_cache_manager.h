@@ -198,8 +198,9 @@ class PeftCacheManager {
   std::size_t num_pages_of(TaskId task);
   std::size_t num_pages_of(const AdapterPlan& plan);
 
-  // Runs `read` on the task's pages, which are not written meanwhile. Throws PeftTaskNotCachedError if
-  // the task is not resident in the tier.
+  // Runs `read` on the task's pages, which are not written meanwhile; on a copy of them if the CPU
+  // cannot read the device's memory. Throws PeftTaskNotCachedError if the task is not resident in the
+  // tier.
   void read_task(TaskId task, Tier tier,
                  const std::function<void(const TaskPages&, const AdapterPlan&)>& read);
 

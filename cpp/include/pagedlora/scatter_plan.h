@@ -1,5 +1,5 @@
 // From the bytes of a source to the parts of a layout: one list of 2-D copies, executed here by
-// the CPU.
+// the CPU, or listed for whoever else executes it.
 //
 // The source is read front to back in chunks that fit the L2 cache; each chunk is cut into
 // rectangles, and each rectangle is cast and written to one place, or to the same place of two
@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <span>
@@ -40,8 +41,30 @@ class ScatterTargets {
   virtual Access open() = 0;
 };
 
+// One copy of a plan: a rectangle of the source, row-major, to a place inside one part.
+struct ScatterCopy {
+  std::size_t at = 0;                   // of its first element, in bytes from the chunk's first one
+  std::size_t source_stride_bytes = 0;  // between rows
+  PartLocation part;
+  std::size_t offset_bytes = 0;  // in the part, of its first element
+  std::uint32_t rows = 0;
+  std::uint32_t columns = 0;
+  // 0: rows lie back to back. Else transposed: [columns, rows], so many elements between columns.
+  std::uint32_t target_stride = 0;
+  std::uint32_t matrix = 0;  // for ScatterPlan::refuse_overflow
+  Dtype source_dtype = Dtype::float32;
+  Dtype target_dtype = Dtype::float32;
+};
+
 class ScatterPlan {
  public:
+  // Some bytes of the source, and all copies that read them.
+  struct Chunk {
+    std::uint64_t offset = 0;
+    std::size_t bytes = 0;
+    std::span<const ScatterCopy> copies;  // valid during the call
+  };
+
   struct Outcome {
     std::uint64_t checksum = 0;      // of what was read; equal for equal bytes and chunk sizes
     std::uint64_t source_bytes = 0;  // that were read
@@ -63,6 +86,14 @@ class ScatterPlan {
   // The same to pages that nobody can take away meanwhile.
   Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
                   const TaskPages& target, const TaskPages* second) const;
+
+  // What execute() reads and does with chunks of that size, in its order, for another executor. Reads
+  // nothing and checks no values.
+  void list_copies(Dtype cache_dtype, std::size_t chunk_bytes,
+                   const std::function<void(const Chunk&)>& visit) const;
+
+  // Throws what execute() throws when a copy of that matrix overflowed float16.
+  [[noreturn]] void refuse_overflow(std::uint32_t matrix) const;
 
   // That execute() reads with chunks of that size: each matrix that overlaps none is read once,
   // with what lies between its rows, and between it and the next, if skipping it would cost more.
@@ -99,20 +130,25 @@ class ScatterPlan {
     std::vector<Segment> segments;
   };
   class WindowBuilder;
-  class Copies;
+  class CpuExecutor;
 
   void add(std::uint32_t row, Kind kind, const PlannedMatrix& matrix, std::uint32_t height,
            std::uint32_t width);
   void add(std::uint32_t row, Kind kind, const PlannedVector& vector, std::uint32_t length);
-  void write(const Window& window, Copies& copies) const;
-  void list_a(const Segment& segment, Copies& copies) const;
-  void list_b(const Segment& segment, Copies& copies) const;
-  void list_vector(const Segment& segment, Copies& copies) const;
-  bool transpose_a(const Segment& segment, const Copies& copies) const;
+  // The copies of a segment, appended to `copies`.
+  void list(const Segment& segment, Dtype cache_dtype, std::vector<ScatterCopy>& copies) const;
+  void list_a(const Segment& segment, const ScatterCopy& common,
+              std::vector<ScatterCopy>& copies) const;
+  void list_transposed_a(const Segment& segment, const ScatterCopy& common,
+                         std::vector<ScatterCopy>& copies) const;
+  void list_b(const Segment& segment, const ScatterCopy& common,
+              std::vector<ScatterCopy>& copies) const;
+  void list_vector(const Segment& segment, const ScatterCopy& common,
+                   std::vector<ScatterCopy>& copies) const;
   void check_values(const Window& window, std::span<const std::byte> chunk,
                     Dtype cache_dtype) const;
+  std::uint32_t index_of(const Matrix& matrix) const;
   std::string label(const Matrix& matrix) const;
-  [[noreturn]] void refuse_overflow(const Matrix& matrix) const;
 
   const LoraModelConfig& config_;
   const AdapterPlan& plan_;

@@ -88,6 +88,8 @@ class HostDevice final : public Device {
 
 }  // namespace
 
+std::shared_ptr<Device> Device::host_tier_device() { return make_host_device(); }
+
 std::shared_ptr<Device> make_host_device() { return std::make_shared<HostDevice>(); }
 
 }  // namespace pagedlora

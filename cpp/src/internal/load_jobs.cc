@@ -132,16 +132,31 @@ TierCopy::TierCopy(std::shared_ptr<JobBoard> board, TaskId task, std::shared_ptr
       to_(std::move(to)) {}
 
 void TierCopy::run(std::span<std::byte> /*scratch*/) {
+  const PageUses queued = take_queued_waits();
   {
     const std::unique_lock lock = wait_for(to_.waits);
     own_use().touches_pages = true;  // stopped before, it will not copy
   }
   const std::vector<CopyRun> runs = page_runs(from_->view(), to_.pages->view());
-  if (direction_ == Direction::to_device) {
+  if (!queued.empty()) {
+    device_->copy_from_host_behind(queued, runs);
+  } else if (direction_ == Direction::to_device) {
     device_->copy_from_host(runs);
   } else {
     device_->copy_to_host(runs);
   }
+}
+
+// Those that the device waits for itself, so that the copy begins the moment they are over.
+PageUses TierCopy::take_queued_waits() {
+  PageUses queued;
+  if (direction_ == Direction::to_device) {
+    const auto is_polled = [this](const auto& use) { return !device_->can_queue_behind(*use); };
+    const auto first = std::stable_partition(to_.waits.begin(), to_.waits.end(), is_polled);
+    queued.assign(first, to_.waits.end());
+    to_.waits.erase(first, to_.waits.end());
+  }
+  return queued;
 }
 
 }  // namespace pagedlora::internal

@@ -2,7 +2,8 @@
 // tier.
 //
 // A job outlives whatever asked for it: it shares what it touches. Before it writes the first byte
-// it waits for the uses that its pages still have from their last owner, and for nothing else.
+// it waits for the uses that its pages still have from their last owner, and for nothing else. What
+// the device can wait for itself (Device::can_queue_behind) goes along with the copy.
 #pragma once
 
 #include <atomic>
@@ -121,6 +122,8 @@ class TierCopy final : public FillJob {
   void run(std::span<std::byte> scratch) override;
 
  private:
+  PageUses take_queued_waits();
+
   std::shared_ptr<Device> device_;
   Direction direction_;
   std::shared_ptr<const OwnTaskPages> from_;

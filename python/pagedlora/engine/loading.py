@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pagedlora.engine.devices import gpu_is_usable, parse_device
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 
 _DTYPES = {
@@ -30,10 +31,11 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on the CPU and what its configuration says.
+    """A model and what its configuration says.
 
     Attributes:
         model: A causal language model.
+        device: Where all of it lies: the CPU, or one GPU.
         tokenizer: Of transformers, or None.
         dtype: Of its weights.
         eos_token_ids: Tokens that end an answer.
@@ -42,6 +44,7 @@ class LoadedModel:
     """
 
     model: nn.Module
+    device: torch.device
     tokenizer: Any | None
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
@@ -62,19 +65,22 @@ def load_model(
         model: A directory, a hub id or a live module.
         tokenizer: A tokenizer, or the directory or hub id of one. None: the one beside the
             model's files if there is one; without it prompts are token ids and texts are "".
-        device: "auto" or "cpu".
+        device: "cpu", "cuda" or "cuda:N". "auto": where a live module is; for a path or hub id a
+            GPU if there is one, else the CPU.
         dtype: "auto" is the model's own; a live module is not converted.
 
     Raises:
-        InvalidArgumentError: A path does not exist, or device or dtype is not possible.
+        InvalidArgumentError: A path does not exist, device or dtype is not possible, or a live
+            module is on another device.
+        GpuUnavailableError: A GPU was asked for and there is none.
         UnsupportedModelError: The module is not a transformers model.
     """
-    if device not in ("auto", "cpu"):
-        raise InvalidArgumentError(f"device {device!r}: this release computes on the CPU ('cpu')")
+    place = parse_device(device)
     wanted = None if dtype == "auto" else parse_dtype(dtype)
     if not isinstance(model, nn.Module):
         source = _source(model)
-        model = _from_pretrained(source, wanted)
+        place = place or (torch.device("cuda") if gpu_is_usable() else torch.device("cpu"))
+        model = _from_pretrained(source, wanted).to(place)
         if tokenizer is None:
             tokenizer = _tokenizer_beside(source)
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -86,6 +92,7 @@ def load_model(
         )
     return LoadedModel(
         model=model,
+        device=_checked_device(model, place),
         tokenizer=tokenizer,
         dtype=_checked_dtype(model, wanted),
         eos_token_ids=_eos_token_ids(model, tokenizer),
@@ -159,6 +166,25 @@ def _tokenizer_beside(source: str) -> Any | None:
     if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
     return _tokenizer_from(source)
+
+
+def _checked_device(model: nn.Module, wanted: torch.device | None) -> torch.device:
+    """Where the model is, which must be one device of ours."""
+    devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
+    device = next(iter(devices))
+    if len(devices) > 1:
+        raise InvalidArgumentError(
+            f"the module is spread over {', '.join(sorted(map(str, devices)))}: move it to one"
+        )
+    if wanted is not None and (
+        device.type != wanted.type or wanted.index not in (None, device.index)
+    ):
+        raise InvalidArgumentError(
+            f"the module is on {device}, and device asks for {wanted}: a live module is given back "
+            f"unchanged, so move it yourself with model.to('{wanted}'), or leave device 'auto'"
+        )
+    parse_device(str(device))
+    return device
 
 
 def _checked_dtype(model: nn.Module, wanted: torch.dtype | None) -> torch.dtype:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,46 +17,19 @@ from torch import nn
 
 from pagedlora import _core
 from pagedlora.engine.dtypes import to_core_dtype
+from pagedlora.engine.gpu_lora import GpuLora, GpuLoraSizes, GpuRowMap
+from pagedlora.engine.row_map import RowMap
 from pagedlora.engine.step import StepBatch
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 from pagedlora.model_config import describe_module
 
 
-class RowMap:
-    """Which rows use which adapter at a call site, during the current step.
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A call site: its rows, and what computes for them."""
 
-    Attributes:
-        batch: The native table; None while no row uses an adapter, and between steps.
-        num_rows: Rows that the table describes.
-        needs_bias: Whether any adapter has DoRA, which needs the modules' own biases.
-    """
-
-    __slots__ = ("batch", "needs_bias", "num_rows")
-
-    def __init__(self) -> None:
-        self.batch: _core.LoraBatch | None = None
-        self.num_rows = 0
-        self.needs_bias = False
-
-    def set(self, lease: Any, segments: list[tuple[int | None, int]]) -> None:
-        """Describes a step.
-
-        Args:
-            lease: The step's lease; holds every request named.
-            segments: Request id (None: base model) and number of rows, in row order.
-        """
-        self.num_rows = sum(rows for _, rows in segments)
-        self.batch = _core.LoraBatch(lease, segments) if self.num_rows else None
-        self.needs_bias = self.batch is not None and self.batch.has_dora_scales
-
-    def clear(self) -> None:
-        """Ends the step."""
-        self.batch = None
-
-    def copy_from(self, other: RowMap) -> None:
-        """Describes what another map does."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(other, name))
+    row_map: RowMap
+    operator: _core.LoraOperator | GpuLora
 
 
 class _Hook:
@@ -72,15 +46,13 @@ class _Hook:
         "_row_map",
     )
 
-    def __init__(
-        self, operator: _core.LoraOperator, module: _core.LoraModule, index: int, row_map: RowMap
-    ) -> None:
-        self._operator = operator
+    def __init__(self, site: _Site, module: _core.LoraModule, index: int) -> None:
+        self._operator = site.operator
         self._name: str = module.name
         self._in_features: int = module.in_features
         self._out_features: int = module.out_features
         self._index = index
-        self._row_map = row_map
+        self._row_map = site.row_map
         # The dtype of the last call, and the core's name of it.
         self._dtype = torch.float32
         self._core_dtype = to_core_dtype(torch.float32)
@@ -206,6 +178,8 @@ class LoraHooks:
         model: nn.Module,
         config: _core.LoraModelConfig,
         weights_dtype: _core.Dtype,
+        *,
+        gpu_sizes: GpuLoraSizes | None = None,
     ) -> None:
         """Puts a hook on every module of `config`.
 
@@ -213,29 +187,35 @@ class LoraHooks:
             model: The live model; left without hooks if this fails.
             config: Its modules, by their names in `model.named_modules()`.
             weights_dtype: Of the adapters in the cache.
+            gpu_sizes: Of the tables, if the modules are on a GPU.
 
         Raises:
-            InvalidArgumentError: The model has no such module, or of another size.
+            InvalidArgumentError: The model has no such module, of another size, or on a device that
+                these hooks do not compute on.
         """
-        self._all_rows = RowMap()
-        self._sampled_rows = RowMap()
-        self._operator = _core.LoraOperator(weights_dtype)
         get_output_embeddings: Callable[[], nn.Module | None] = getattr(
             model, "get_output_embeddings", lambda: None
         )
         output_embeddings = get_output_embeddings()
-        sites: list[tuple[nn.Module, _LinearHook | _EmbeddingHook]] = []
-        self._has_output_site = False
-        for index, spec in enumerate(config.modules):
-            module = _find_module(model, spec)
-            is_output = module is output_embeddings
-            self._has_output_site |= is_output
-            row_map = self._sampled_rows if is_output else self._all_rows
-            is_embedding = isinstance(module, nn.Embedding)
-            hook = _EmbeddingHook if is_embedding else _LinearHook
-            sites.append((module, hook(self._operator, spec, index, row_map)))
+        modules = [_find_module(model, spec) for spec in config.modules]
+        device = _device_of(modules, gpu_sizes)
+        self._has_output_site = any(module is output_embeddings for module in modules)
+        all_rows = _make_site(config, weights_dtype, device, gpu_sizes)
+        sampled_rows = (
+            _make_site(config, weights_dtype, device, gpu_sizes)
+            if self._has_output_site
+            else all_rows
+        )
+        self._all_rows = all_rows.row_map
+        self._sampled_rows = sampled_rows.row_map if self._has_output_site else RowMap()
+        hooks: list[_LinearHook | _EmbeddingHook] = []
+        for index, (module, spec) in enumerate(zip(modules, config.modules, strict=True)):
+            site = sampled_rows if module is output_embeddings else all_rows
+            kind = _EmbeddingHook if isinstance(module, nn.Embedding) else _LinearHook
+            hooks.append(kind(site, spec, index))
         self._handles = [
-            module.register_forward_hook(hook, with_kwargs=True) for module, hook in sites
+            module.register_forward_hook(hook, with_kwargs=True)
+            for module, hook in zip(modules, hooks, strict=True)
         ]
 
     @contextmanager
@@ -280,6 +260,30 @@ class LoraHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _device_of(modules: list[nn.Module], gpu_sizes: GpuLoraSizes | None) -> torch.device:
+    """Where all of the modules lie."""
+    wanted = "cpu" if gpu_sizes is None else "cuda"
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    if len(devices) > 1 or any(device.type != wanted for device in devices):
+        raise InvalidArgumentError(
+            f"modules with adapters lie on {', '.join(sorted(map(str, devices)))}; all of them "
+            f"must lie on one device, of the type '{wanted}'"
+        )
+    return next(iter(devices), torch.device(wanted))
+
+
+def _make_site(
+    config: _core.LoraModelConfig,
+    weights_dtype: _core.Dtype,
+    device: torch.device,
+    gpu_sizes: GpuLoraSizes | None,
+) -> _Site:
+    if gpu_sizes is None:
+        return _Site(RowMap(), _core.LoraOperator(weights_dtype))
+    lora = GpuLora(config, gpu_sizes, device)
+    return _Site(GpuRowMap(lora), lora)
 
 
 def _find_module(model: nn.Module, spec: _core.LoraModule) -> nn.Module:

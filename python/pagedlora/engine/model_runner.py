@@ -9,6 +9,7 @@ from torch import nn
 
 from pagedlora import _core
 from pagedlora.engine.admission import admit
+from pagedlora.engine.gpu_lora import GpuLoraSizes
 from pagedlora.engine.kv_tensors import KvTensors
 from pagedlora.engine.lora_hooks import LoraHooks
 from pagedlora.engine.model_spec import ModelSpec
@@ -33,17 +34,20 @@ class ModelRunner:
         block_size: int,
         num_host_blocks: int = 0,
         weights_dtype: _core.Dtype | None,
+        gpu_sizes: GpuLoraSizes | None = None,
         spec: ModelSpec | None = None,
     ) -> None:
         """Admits the model and takes hold of it.
 
         Args:
-            model: A causal language model on the CPU; given back unchanged if this fails.
+            model: A causal language model, all of it on one device; given back unchanged if this
+                fails.
             lora_config: Modules that carry adapters; None: base model only.
             num_blocks: KV blocks.
             block_size: Tokens per block.
             num_host_blocks: KV blocks of the host pool, for suspended requests.
             weights_dtype: Of the adapters in the cache; may be None without `lora_config`.
+            gpu_sizes: Of the tables of adapters, for a model on a GPU.
             spec: What `admit(model)` returned, if it was called already.
 
         Raises:
@@ -65,7 +69,7 @@ class ModelRunner:
         try:
             if weights_dtype is None:
                 raise InvalidArgumentError("weights_dtype is needed with a lora_config")
-            self._hooks = LoraHooks(model, lora_config, weights_dtype)
+            self._hooks = LoraHooks(model, lora_config, weights_dtype, gpu_sizes=gpu_sizes)
         except BaseException:
             self._paged.close()
             raise

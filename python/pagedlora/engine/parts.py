@@ -9,7 +9,9 @@ from pagedlora.base_weights import ModelWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.engine.adapter_names import AdapterNames
 from pagedlora.engine.admission import admit
+from pagedlora.engine.devices import free_memory_bytes
 from pagedlora.engine.engine_core import EngineCore
+from pagedlora.engine.gpu_lora import GpuLoraSizes
 from pagedlora.engine.kv_tensors import bytes_per_block
 from pagedlora.engine.live_requests import LiveRequests
 from pagedlora.engine.loading import LoadedModel, parse_dtype
@@ -22,7 +24,6 @@ from pagedlora.errors import PagedLoraError
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.loaders.fused_modules import fused_modules_of
 from pagedlora.lora_manager import LoraManager
-from pagedlora.memory import available_memory_bytes
 from pagedlora.model_config import LoraModelConfig
 from pagedlora.peft_cache import PeftCacheManager
 from pagedlora.requests import LoRARequest
@@ -30,6 +31,8 @@ from pagedlora.sampling_params import SamplingParams
 from pagedlora.scheduler.admission_window import AdmissionWindow
 from pagedlora.scheduler.kv_cache_v2 import KVCacheV2Scheduler
 
+_KNOWN_BATCHES = 4
+"""Full batches of adapters whose tables a GPU keeps."""
 _WINDOW_BATCHES = 4
 """Full batches of waiting requests that a step looks at, and that may own their adapters."""
 
@@ -194,9 +197,9 @@ def _adapter_cache(
         max_lora_rank=peft_config.max_lora_rank or lora_config.max_lora_rank,
     )
     sized = with_adapter_counts(
-        peft_config, lora_config, model_config, free_bytes=available_memory_bytes()
+        peft_config, lora_config, model_config, free_bytes=free_memory_bytes(loaded.device)
     )
-    return PeftCacheManager(model_config, sized, device="cpu")
+    return PeftCacheManager(model_config, sized, device=str(loaded.device))
 
 
 def _runner(
@@ -213,7 +216,7 @@ def _runner(
         scheduler_config,
         block_bytes=block_bytes,
         max_model_tokens=loaded.max_model_tokens,
-        free_bytes=available_memory_bytes(),
+        free_bytes=free_memory_bytes(loaded.device),
     )
     return ModelRunner(
         loaded.model,
@@ -222,5 +225,15 @@ def _runner(
         block_size=kv_config.block_size,
         num_host_blocks=num_host_kv_blocks(kv_config, block_bytes=block_bytes),
         weights_dtype=cache.model_config.dtype,
+        gpu_sizes=_gpu_sizes(cache, scheduler_config) if loaded.device.type == "cuda" else None,
         spec=spec,
+    )
+
+
+def _gpu_sizes(cache: PeftCacheManager, scheduler_config: SchedulerConfig) -> GpuLoraSizes:
+    """Tables for steps as large as the scheduler makes them, and for the adapters of some more."""
+    return GpuLoraSizes(
+        layout=cache.core.layout_params,
+        max_rows=max(scheduler_config.max_num_tokens, scheduler_config.max_batch_size),
+        max_tasks=_KNOWN_BATCHES * scheduler_config.max_batch_size,
     )

@@ -12,7 +12,7 @@ from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model
 from torch import nn
 
 from pagedlora import _core
-from pagedlora.engine import lora_hooks
+from pagedlora.engine import lora_hooks, row_map
 from pagedlora.engine.lora_hooks import LoraHooks
 from pagedlora.engine.model_runner import ModelRunner
 from pagedlora.engine.step import ScheduledSequence, StepBatch
@@ -68,6 +68,7 @@ def operator(monkeypatch):
     monkeypatch.setattr(FakeOperator, "biases", [])
     fake_core = SimpleNamespace(LoraBatch=FakeBatch, LoraOperator=FakeOperator)
     monkeypatch.setattr(lora_hooks, "_core", fake_core)
+    monkeypatch.setattr(row_map, "_core", fake_core)
     return FakeOperator
 
 

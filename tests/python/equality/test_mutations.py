@@ -21,7 +21,7 @@ from tests.support.peft_oracle import (
 )
 
 from pagedlora import _core
-from pagedlora.engine import attention_backends, lora_hooks, paged_model
+from pagedlora.engine import attention_backends, paged_model, row_map
 from pagedlora.engine.attention import AttentionCall
 from pagedlora.loaders import binding
 from pagedlora.loaders.binding import BoundModule, make_rows
@@ -79,11 +79,11 @@ def _patch_segments(
     change: Callable[[list[tuple[int | None, int]]], list[tuple[int | None, int]]],
 ) -> Mutation:
     """Changes which request's adapter each run of rows uses."""
-    original = lora_hooks.RowMap.set
+    original = row_map.RowMap.set
 
     def mutate(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(
-            lora_hooks.RowMap,
+            row_map.RowMap,
             "set",
             lambda rows, lease, segments: original(rows, lease, change(segments)),
         )

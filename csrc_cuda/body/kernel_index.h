@@ -1,0 +1,36 @@
+// What a kernel body is, and how its threads are numbered.
+//
+// A body is a struct of arguments whose member functions g++ compiles too. It has
+//   kThreads                 threads per thread block
+//   kPhases                  steps of one round; all threads of a block end one before the next begins
+//   Shared                   memory of one thread block; content unspecified at first
+//   Thread, start(index)     what a thread finds out once, and keeps
+//   rounds(thread)           how often the phases are repeated; the same for all threads of a block
+//   run(phase, round, thread, shared)
+// On the device run_body.cuh launches it, with a barrier after each phase. On the host, nested loops
+// do the same (tests/cpp/cuda/run_on_host.h); since threads of one phase meet only at its end, the
+// order of the loop over threads changes nothing, and the host gives the device's bits: sums are in
+// a fixed order, and products are fused with additions only where a body says so (multiply_add).
+#pragma once
+
+#include <cstdint>
+
+#include "pagedlora/host_device.h"
+
+namespace pagedlora::cuda {
+
+struct KernelIndex {
+  std::uint32_t block_x = 0;
+  std::uint32_t block_y = 0;
+  std::uint32_t thread = 0;
+};
+
+// Of bodies whose threads share nothing.
+struct NoShared {};
+
+// a * b + c, rounded once.
+PAGEDLORA_HOST_DEVICE inline float multiply_add(float a, float b, float c) {
+  return __builtin_fmaf(a, b, c);
+}
+
+}  // namespace pagedlora::cuda

@@ -1,0 +1,141 @@
+// How the LoRA kernels find a tile's task, and the weights of it that they need.
+//
+// A view of tables; plain value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "body/kernel_index.h"
+#include "body/memory_access.h"
+#include "pagedlora/cuda/lora_records.h"
+#include "pagedlora/host_device.h"
+
+namespace pagedlora::cuda {
+
+// One tile and the module of its task that a launch is about.
+class LoraReader {
+ public:
+  // With no rows if there is no such tile, or its task does not touch the module.
+  PAGEDLORA_HOST_DEVICE LoraReader(const LoraTablesView& view, std::uint32_t tile,
+                                   std::uint32_t module)
+      : base_(view.base) {
+    const LoraHeader header = *at<LoraHeader>(0);
+    if (tile >= header.num_tiles) {
+      return;
+    }
+    tile_ = at<LoraTile>(sizeof(LoraHeader))[tile];
+    order_ = at<std::uint32_t>(header.order) + tile_.first;
+    task_ = at<LoraTaskEntry>(view.tasks)[tile_.task];
+    if (module < task_.num_modules) {
+      module_ = at<LoraModuleEntry>(task_.modules)[module];
+    }
+  }
+
+  PAGEDLORA_HOST_DEVICE const LoraModuleEntry& module() const { return module_; }
+
+  // How many times `tokens_per_round` tokens the tile has; none if there is nothing to do.
+  PAGEDLORA_HOST_DEVICE std::uint32_t rounds(std::uint32_t tokens_per_round) const {
+    return module_.num_rows == 0 ? 0 : (tile_.num_tokens + tokens_per_round - 1) / tokens_per_round;
+  }
+  PAGEDLORA_HOST_DEVICE std::uint32_t num_tokens() const { return tile_.num_tokens; }
+
+  // Of the tile's i-th token: its row in x and y, and its place in rank space.
+  PAGEDLORA_HOST_DEVICE std::uint32_t position(std::uint32_t i) const { return order_[i]; }
+  PAGEDLORA_HOST_DEVICE std::uint32_t rank_space_row(std::uint32_t i) const {
+    return tile_.first + i;
+  }
+
+  // Rows and blocks are counted in the layout, parts too.
+  PAGEDLORA_HOST_DEVICE const LoraRowEntry& row(std::uint32_t index) const {
+    return at<LoraRowEntry>(task_.rows)[index];
+  }
+  PAGEDLORA_HOST_DEVICE const LoraBlockEntry& block(std::uint32_t index) const {
+    return at<LoraBlockEntry>(task_.blocks)[index];
+  }
+  PAGEDLORA_HOST_DEVICE const Part& part(std::uint32_t index) const {
+    return at<Part>(task_.parts)[index];
+  }
+  PAGEDLORA_HOST_DEVICE float scale(std::uint32_t row) const {
+    return at<float>(task_.scales)[row];
+  }
+
+  // All parts have the same length but the last. The one with a feature, of `count` from `first` on.
+  PAGEDLORA_HOST_DEVICE const Part& part_with(std::uint32_t first, std::uint32_t count,
+                                              std::uint32_t feature) const {
+    return count == 1 ? part(first) : part(first + feature / part(first).length);
+  }
+
+  PAGEDLORA_HOST_DEVICE const std::byte* address(const Part& part) const {
+    const std::uint32_t page = at<std::uint32_t>(task_.pages)[part.at.page];
+    return task_.pool + page * task_.page_bytes + std::size_t{part.at.slot} * kSlotBytes;
+  }
+
+  // Of a vector in float32 (bias, DoRA scale).
+  PAGEDLORA_HOST_DEVICE float element(std::uint32_t first, std::uint32_t count,
+                                      std::uint32_t feature) const {
+    const Part& place = part_with(first, count, feature);
+    return load<float>(address(place) + std::size_t{feature - place.begin} * sizeof(float));
+  }
+
+ private:
+  template <class T>
+  PAGEDLORA_HOST_DEVICE const T* at(std::uint32_t offset) const {
+    return reinterpret_cast<const T*>(base_ + offset);
+  }
+
+  const std::byte* base_;
+  LoraTile tile_{};
+  const std::uint32_t* order_ = nullptr;
+  LoraTaskEntry task_{};
+  LoraModuleEntry module_{};
+};
+
+// A thread of a LoRA kernel.
+struct LoraThread {
+  KernelIndex index;
+  LoraReader reader;
+
+  PAGEDLORA_HOST_DEVICE LoraThread(const KernelIndex& at, const LoraTablesView& tables,
+                                   std::uint32_t module)
+      : index(at), reader(tables, at.block_x, module) {}
+
+  // If thread blocks count the module's blocks of ranks in y.
+  PAGEDLORA_HOST_DEVICE std::uint32_t rounds_of_block(std::uint32_t tokens_per_round) const {
+    return index.block_y < reader.module().num_blocks ? reader.rounds(tokens_per_round) : 0;
+  }
+  PAGEDLORA_HOST_DEVICE const LoraBlockEntry& block() const {
+    return reader.block(reader.module().first_block + index.block_y);
+  }
+};
+
+inline constexpr std::uint32_t kChunk = kMaxBlockRanks;  // elements that a lane takes at a time
+
+// `count` (1..8) elements from `from` on as float32, and zeros behind them. 16 bytes at a time if
+// there are 8 and they are aligned.
+template <class T>
+PAGEDLORA_HOST_DEVICE inline void load_chunk(const std::byte* from, std::uint32_t count,
+                                             float (&into)[kChunk]) {
+  using Eight = Pack<T, kChunk>;
+  if (count == kChunk && is_multiple(from, Eight::kAlignment)) {
+    const Eight eight = load<Eight>(from);
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kChunk; ++i) {
+      into[i] = widen(eight.values[i]);
+    }
+    return;
+  }
+  PAGEDLORA_UNROLL
+  for (std::uint32_t i = 0; i < kChunk; ++i) {
+    into[i] = i < count ? widen(load<T>(from + i * sizeof(T))) : 0.0F;
+  }
+}
+
+// Offset in rank space, in floats, of the 8 numbers of one token and one block.
+PAGEDLORA_HOST_DEVICE inline std::size_t rank_space_offset(const LoraTablesView& view,
+                                                           std::uint32_t row,
+                                                           std::uint32_t block_of_module) {
+  return (std::size_t{row} * view.max_blocks + block_of_module) * kMaxBlockRanks;
+}
+
+}  // namespace pagedlora::cuda

@@ -1,0 +1,256 @@
+#include "pagedlora/cuda/lora_operator.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "gpu_context.h"
+#include "pagedlora/cuda/lora_kernels.h"
+#include "pagedlora/errors.h"
+
+namespace pagedlora::cuda {
+namespace {
+
+// Rows of a prompt that share a pass over their adapter's weights, and from how many rows per
+// segment, in the mean, that is worth it.
+constexpr std::uint32_t kSharedRows = 16;
+constexpr std::uint32_t kFewRows = 4;
+
+// An adapter for the parts of a fused module has a row for each: q, k and v, say.
+constexpr std::uint32_t kMaxRowsPerModule = 4;
+
+// Room in the tables for tasks of the largest rank on every module, each with a layout of its own,
+// twice: rows may have biases and scales of their own, and room that is given back leaves gaps.
+LoraTableCapacity capacity_for(const LoraModelConfig& config, const CudaLoraOptions& options) {
+  if (options.max_rows == 0 || options.max_tasks == 0) {
+    throw InvalidArgumentError("max_rows and max_tasks of CudaLoraOptions must be at least 1");
+  }
+  const auto rank = static_cast<std::uint32_t>(config.max_lora_rank());
+  std::vector<RowShape> rows;
+  for (std::uint32_t module = 0; module < config.modules().size(); ++module) {
+    rows.push_back({.module = {module}, .rank = rank});
+  }
+  const Layout largest(config, std::move(rows), options.layout);
+  const std::uint32_t blocks_per_row = (rank + kMaxBlockRanks - 1) / kMaxBlockRanks;
+  return {options.max_rows, options.max_tasks, kMaxRowsPerModule * blocks_per_row,
+          2 * options.max_tasks * LoraTables::layout_bytes(largest),
+          2 * options.max_tasks * LoraTables::residency_bytes(largest)};
+}
+
+cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+class CudaLoraOperator::DeviceBuffer {
+ public:
+  DeviceBuffer(GpuContext& gpu, std::size_t bytes) : gpu_(gpu), bytes_(bytes) {
+    const CurrentGpu current(gpu);
+    current.check();
+    gpu.check(cudaMalloc(&begin_, bytes), "cudaMalloc");
+  }
+  ~DeviceBuffer() {
+    const CurrentGpu current(gpu_);
+    if (current.is_current()) {
+      gpu_.succeeded(cudaFree(begin_), "cudaFree");
+    }
+  }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  std::byte* begin() const { return static_cast<std::byte*>(begin_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  GpuContext& gpu_;
+  std::size_t bytes_;
+  void* begin_ = nullptr;
+};
+
+struct CudaLoraOperator::LoraPass {
+  LoraLaunch launch;
+  TokensPerPass tokens = TokensPerPass::one;
+};
+
+bool CudaLoraOperator::Known::is_at(const BatchLease::LeasedTask& leased) const {
+  return layout == leased.layout && pool == leased.pages.base &&
+         std::equal(pages.begin(), pages.end(), leased.pages.pages);
+}
+
+CudaLoraOperator::CudaLoraOperator(std::shared_ptr<const LoraModelConfig> config,
+                                   const CudaLoraOptions& options)
+    : config_(std::move(config)),
+      options_(options),
+      gpu_(std::make_unique<GpuContext>(options.ordinal)),
+      tables_(capacity_for(*config_, options), config_->dtype()),
+      table_(std::make_unique<DeviceBuffer>(*gpu_, tables_.bytes().size())) {
+  const LoraTablesView view = tables_.view(nullptr);
+  rank_space_ = std::make_unique<DeviceBuffer>(
+      *gpu_, std::size_t{view.max_tokens} * view.max_blocks * kMaxBlockRanks * sizeof(float));
+}
+
+CudaLoraOperator::~CudaLoraOperator() = default;
+
+std::size_t CudaLoraOperator::device_bytes() const {
+  return table_->bytes() + rank_space_->bytes();
+}
+
+void CudaLoraOperator::set_batch(std::span<const Segment> segments, void* stream) {
+  gpu_->check_alive();
+  clear_batch();
+  ++batch_;
+  segments_.clear();
+  std::uint32_t num_rows = 0;
+  std::uint32_t num_segments = 0;
+  for (const Segment& segment : segments) {
+    num_rows += segment.num_rows;
+    if (segment.task == nullptr || segment.num_rows == 0) {
+      segments_.push_back({std::nullopt, segment.num_rows});
+      continue;
+    }
+    ++num_segments;
+    segments_.push_back({slot_of(*segment.task), segment.num_rows});
+  }
+  if (num_rows > options_.max_rows) {
+    throw InvalidArgumentError("a batch of " + std::to_string(num_rows) +
+                               " rows; max_rows of CudaLoraOptions is " +
+                               std::to_string(options_.max_rows));
+  }
+  shares_weights_ = !options_.for_graphs && num_rows >= kFewRows * num_segments;
+  tables_.set_batch(segments_, shares_weights_ ? kSharedRows : 1);
+  upload(stream);
+  num_rows_ = num_rows;
+}
+
+// A task that was evicted and read again may lie elsewhere, or its old pages may be another's.
+std::uint32_t CudaLoraOperator::slot_of(const BatchLease::LeasedTask& leased) {
+  const auto found = known_.find(leased.task);
+  if (found != known_.end()) {
+    if (found->second.is_at(leased)) {
+      found->second.last_batch = batch_;
+      return found->second.slot;
+    }
+    tables_.remove_task(found->second.slot);
+    known_.erase(found);
+  }
+  const PageId* pages = leased.pages.pages;
+  Known known{
+      0, leased.layout, leased.pages.base, {pages, pages + leased.layout->num_pages()}, batch_};
+  std::optional<std::uint32_t> slot = tables_.try_add_task(leased.pages, leased.layout);
+  while (!slot && forget_oldest()) {
+    slot = tables_.try_add_task(leased.pages, leased.layout);
+  }
+  if (!slot) {
+    throw InvalidArgumentError("a batch of more than " + std::to_string(options_.max_tasks) +
+                               " adapters; raise max_tasks of CudaLoraOptions");
+  }
+  known.slot = *slot;
+  try {
+    known_.emplace(leased.task, std::move(known));
+  } catch (...) {  // out of memory
+    tables_.remove_task(*slot);
+    throw;
+  }
+  return *slot;
+}
+
+// Makes room; false if every task is in the present batch.
+bool CudaLoraOperator::forget_oldest() {
+  const auto oldest = std::ranges::min_element(
+      known_, {}, [](const auto& known) { return known.second.last_batch; });
+  if (oldest == known_.end() || oldest->second.last_batch == batch_) {
+    return false;
+  }
+  tables_.remove_task(oldest->second.slot);
+  known_.erase(oldest);
+  return true;
+}
+
+// From memory that is not pinned: the runtime has taken the bytes when a call returns, and writes
+// them in the stream's order.
+void CudaLoraOperator::upload(void* stream) {
+  const CurrentGpu current(*gpu_);
+  current.check();
+  std::vector<LoraTables::Change> changes = tables_.take_changes();
+  if (std::exchange(is_stale_, true)) {
+    changes = {{0, tables_.bytes().size()}};
+  }
+  for (const LoraTables::Change& change : changes) {
+    gpu_->check(
+        cudaMemcpyAsync(table_->begin() + change.offset, tables_.bytes().data() + change.offset,
+                        change.bytes, cudaMemcpyHostToDevice, as_stream(stream)),
+        "cudaMemcpyAsync");
+  }
+  is_stale_ = false;
+}
+
+void CudaLoraOperator::check(ModuleIndex module, ModuleKind kind, std::uint32_t num_rows) const {
+  gpu_->check_alive();
+  if (num_rows != num_rows_) {
+    throw InvalidArgumentError("activations have " + std::to_string(num_rows) +
+                               " rows, the batch has " + std::to_string(num_rows_));
+  }
+  if (module.value >= config_->modules().size()) {
+    throw InvalidArgumentError("module index " + std::to_string(module.value) +
+                               " given for a model with " +
+                               std::to_string(config_->modules().size()) + " LoRA modules");
+  }
+  if (config_->module(module).kind != kind) {
+    throw InvalidArgumentError("module index " + std::to_string(module.value) +
+                               (kind == ModuleKind::linear
+                                    ? " is an embedding: give its tokens to apply_embedding()"
+                                    : " is linear: give its input to apply()"));
+  }
+}
+
+CudaLoraOperator::LoraPass CudaLoraOperator::pass_of(ModuleIndex module) const {
+  const std::uint32_t num_tiles = options_.for_graphs ? options_.max_rows : tables_.num_tiles();
+  return {{tables_.view(table_->begin()), module, num_tiles,
+           reinterpret_cast<float*>(rank_space_->begin())},
+          shares_weights_ ? TokensPerPass::four : TokensPerPass::one};
+}
+
+bool CudaLoraOperator::has_nothing_to_launch() const {
+  return tables_.num_tiles() == 0 && !options_.for_graphs;
+}
+
+void CudaLoraOperator::apply(ModuleIndex module, const Activations& activations, void* stream) {
+  check(module, ModuleKind::linear, activations.num_rows);
+  if (has_nothing_to_launch()) {
+    return;
+  }
+  const CurrentGpu current(*gpu_);
+  current.check();
+  const LoraPass pass = pass_of(module);
+  gpu_->check(
+      launch_lora_shrink(pass.launch, {activations.x, activations.x_row_stride, activations.dtype},
+                         pass.tokens, as_stream(stream)),
+      "lora_shrink");
+  const auto out_features = static_cast<std::uint32_t>(config_->module(module).out_features);
+  gpu_->check(launch_lora_expand(pass.launch,
+                                 {activations.y, activations.y_row_stride, out_features,
+                                  activations.base_bias, activations.dtype},
+                                 pass.tokens, as_stream(stream)),
+              "lora_expand");
+}
+
+void CudaLoraOperator::apply_embedding(ModuleIndex module, const EmbeddingActivations& activations,
+                                       void* stream) {
+  check(module, ModuleKind::embedding, activations.num_rows);
+  if (has_nothing_to_launch()) {
+    return;
+  }
+  const CurrentGpu current(*gpu_);
+  current.check();
+  const LoraPass pass = pass_of(module);
+  gpu_->check(launch_lora_look_up(pass.launch, {activations.token_ids, activations.factor},
+                                  as_stream(stream)),
+              "lora_look_up");
+  const auto out_features = static_cast<std::uint32_t>(config_->module(module).out_features);
+  gpu_->check(launch_lora_expand(pass.launch,
+                                 {activations.y, activations.y_row_stride, out_features, nullptr,
+                                  activations.dtype},
+                                 pass.tokens, as_stream(stream)),
+              "lora_expand");
+}
+
+}  // namespace pagedlora::cuda

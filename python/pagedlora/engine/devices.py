@@ -1,0 +1,68 @@
+"""Where a model can be run."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from pagedlora import _core
+from pagedlora.errors import GpuUnavailableError, InvalidArgumentError
+from pagedlora.memory import available_memory_bytes
+
+
+def parse_device(device: str) -> torch.device | None:
+    """The device of a name; None for "auto".
+
+    Args:
+        device: "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        InvalidArgumentError: Another device.
+        GpuUnavailableError: A GPU that cannot be used.
+    """
+    if device == "auto":
+        return None
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        parsed = None
+    if parsed is None or parsed.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"device is {device!r}: give 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if parsed.type == "cuda":
+        _check_gpu(parsed)
+    return parsed
+
+
+def gpu_is_usable() -> bool:
+    """Whether both torch and the cache have a GPU."""
+    return torch.cuda.is_available() and _core.gpu_support()["state"] == "available"
+
+
+def gpu_index(device: torch.device) -> int:
+    """The number of a GPU; torch's current one for "cuda"."""
+    index = cast("int | None", device.index)
+    return torch.cuda.current_device() if index is None else index
+
+
+def _check_gpu(device: torch.device) -> None:
+    support = _core.gpu_support()
+    if support["state"] != "available":
+        raise _unavailable(f"{support['state']}: {support['detail']}")
+    if not torch.cuda.is_available():
+        raise _unavailable(
+            f"torch {torch.__version__} sees none: install a build of torch with CUDA"
+        )
+    if gpu_index(device) >= support["num_devices"]:
+        raise _unavailable(f"there are cuda:0 to cuda:{support['num_devices'] - 1}, not {device}")
+
+
+def _unavailable(reason: str) -> GpuUnavailableError:
+    return GpuUnavailableError(f"no GPU can be used: {reason}", reason=reason)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory of the device that can be taken now, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory_bytes()
