@@ -31,7 +31,7 @@ export OMP_NUM_THREADS := 1
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 PYTHON_PATHS := $(wildcard python tests benchmarks examples .ci)
-CPP_FILES = $(shell find cpp csrc_cuda tests/cpp benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu' 2>/dev/null)
+CPP_FILES = $(shell find cpp csrc_cuda tests/cpp benchmarks -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 PACKAGE_FILES := pyproject.toml CMakeLists.txt $(wildcard LICENSE README.md) \
   $(shell find cpp csrc_cuda python -type f -not -path '*/__pycache__/*' -not -name '.*')
 
