@@ -30,7 +30,7 @@ from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.loads import Loader
 from pagedlora.registry.lora_dir import MAX_NAME_BYTES
-from pagedlora.registry.names import NameEntry, NameTable, Owners, in_use_error
+from pagedlora.registry.names import NameEntry, NameTable, Owners, check_name, in_use_error
 from pagedlora.registry.parts import RegistryParts
 from pagedlora.registry.probing import probe
 from pagedlora.registry.reload import Reloader
@@ -164,10 +164,10 @@ class LoraManager:
             AdapterFormatError: A file is broken, or the adapter does not fit the model.
             UnsupportedAdapterError: It asks for something that is not supported.
         """
-        _check_name(name)
-        place = self._sources.place(source, _called(name))
+        check_name(name)
         with self._lock:
             self._names.check_new(name)
+        place = self._sources.place(source, _called(name))
         self._sources.check_not_listed(name, place)
         owners = Owners(self._cache)
         entry = self._loader.register(name, place)
@@ -324,8 +324,8 @@ class LoraManager:
             LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
             PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
         """
-        place = self._sources.place(source, _called(name))
         entry = self._require(name)
+        place = self._sources.place(source, _called(name))
         self._reloader.reload(entry, place, expected_generation)
         return self.get(name)
 
@@ -526,7 +526,7 @@ class LoraManager:
         pinned: bool,
         timeout_s: float | None,
     ) -> AdapterInfo:
-        _check_name(name)
+        check_name(name)
         deadline = Deadline(timeout_s)
         if source is None:
             self._require(name)
@@ -555,11 +555,3 @@ class LoraManager:
 
 def _called(name: object) -> str:
     return f"adapter '{name!s:.80}'"
-
-
-def _check_name(name: str) -> None:
-    is_text = isinstance(name, str)
-    if not is_text or not 1 <= len(name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
-        raise InvalidArgumentError(
-            f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
-        )

@@ -100,15 +100,16 @@ rank's own part.
 
 `adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
 `torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
-unloaded. Where both files are there, the safetensors file is read.
+unloaded. Where both files are there, the safetensors file is read. Pickles over 8 GiB, and those \
+that unpack to more than they are (compressed records, views larger than their memory), are refused.
 
 ## NeMo archives
 
 A path that ends in `.nemo`, or `LoraManager.load_from_nemo`, is a tar archive, plain or \
 gzipped, with `model_config.yaml` and `model_weights.ckpt`. The latter is a pickle, so \
 `allow_pickle=True` is needed here, too; its tensors are kept in a private directory until the \
-name is given up. The archive is read once, with limits, and nothing of it is extracted under a \
-name.
+name is given up. The archive is read once, with limits (8 GiB, 64 members, 100 times the size of \
+a gzipped file), and nothing of it is extracted under a name.
 
 Tensors `...layers.N.self_attention.adapter_layer.lora_kqv_adapter.linear_in.weight` are A and \
 `...linear_out.weight` are B of q, k and v of layer N; any other tensor fails the load. The \
