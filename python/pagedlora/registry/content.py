@@ -137,7 +137,8 @@ def _shape_of(
     directory: PeftDirectory, table: ModuleTable, shapes: ShapeCache | None
 ) -> AdapterShape:
     """What the adapter has in common with others, parsed if that was not done lately."""
-    key = None if shapes is None else shape_key(directory.config, directory.file)
+    form = type(directory).__name__  # each has a `bind` of its own
+    key = None if shapes is None else shape_key(form, directory.config, directory.file)
     shape = None if shapes is None or key is None else shapes.find(key)
     if shape is None:
         adapter = directory.bind(table)
