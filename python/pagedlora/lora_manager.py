@@ -246,7 +246,8 @@ class LoraManager:
 
         The tensors are copied to a private file before the call returns, and read from there as
         those of a directory are, with the same checks and the same digest; the file is removed
-        when the name is given up. To give a name other tensors: `reload(name, PeftTensors(...))`.
+        when neither this name nor another one of its content, nor a request, needs it any more. To
+        give a name other tensors: `reload(name, PeftTensors(...))`.
 
         Args:
             name: As in `register`.

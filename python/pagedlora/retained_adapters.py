@@ -23,7 +23,6 @@ from pagedlora.errors import (
     AdapterNotFoundError,
     InvalidArgumentError,
     UnsupportedAdapterError,
-    warn_caller,
 )
 from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.fused_modules import FusedModules
@@ -31,7 +30,7 @@ from pagedlora.loaders.given_tensors import PeftTensors
 from pagedlora.loaders.hf import PeftDirectory
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.loaders.open_adapter import open_adapter
+from pagedlora.loaders.open_adapter import open_adapter, warn_of
 from pagedlora.loaders.stored import DTYPES, StoredTensor, element_bytes
 from pagedlora.loaders.values import ValueCheck
 from pagedlora.registry.names import check_name
@@ -130,6 +129,7 @@ class RetainedAdapters:
                 return
         adapter = open_adapter(place, self._options)
         rows = {(row.module, row.layer): row for row in self._read(adapter)}
+        warn_of(adapter.tensors.notes, place)
         with self._lock:
             if not self._is_loaded(name, real_path):
                 self._adapters[name] = _Retained(real_path, rows)
@@ -217,8 +217,6 @@ class RetainedAdapters:
             _check(module)
         for copy in bound.base_copies.values():
             raise _unsupported(copy.name, "a copy of the base model's weight")
-        for note in bound.report.ignored:
-            warn_caller(f"adapter '{adapter.path}': {note}")
         parts: dict[int, list[BoundModule]] = {}
         for module in bound.local:
             parts.setdefault(module.module_index, []).append(module)

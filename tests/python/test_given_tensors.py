@@ -34,7 +34,9 @@ from pagedlora import (
     AdapterReadError,
     InvalidArgumentError,
     LlmRequest,
+    LoraManager,
     PagedLoraError,
+    PagedLoraWarning,
     PeftTensors,
     UnsupportedAdapterError,
 )
@@ -249,8 +251,6 @@ def test_a_child_process_leaves_the_files_to_its_parent(
 
 
 def test_a_root_does_not_confine_what_is_no_path(small_cache: Cache, tmp_path: Path) -> None:
-    from pagedlora import LoraManager
-
     manager = LoraManager(small_cache.config, small_cache.peft, adapter_root=tmp_path)
     tensors = tensors_of(small_cache)
     assert manager.load_from_tensors("a", adapter_config(tensors), tensors).tiers == ("host",)
@@ -439,6 +439,16 @@ def test_a_configuration_that_no_file_could_have_is_refused(
 ) -> None:
     error = refuse(small_cache, config, tensors_of(small_cache), AdapterFormatError)
     assert "config of adapter 'mine'" in str(error)
+
+
+def test_what_is_ignored_is_warned_of_by_the_adapters_name(small_cache: Cache) -> None:
+    """Else the second one would be silent: Python shows equal warnings once."""
+    manager = LoraManager(small_cache.config, small_cache.peft, strict=False)
+    tensors = tensors_of(small_cache)
+    config = adapter_config(tensors, tomorrow=1)
+    for name in ("first", "second"):
+        with pytest.warns(PagedLoraWarning, match=f"adapter '{name}': ignored tomorrow=1"):
+            manager.register(name, PeftTensors(config, tensors))
 
 
 def test_fields_are_refused_as_those_of_a_file(small_cache: Cache) -> None:

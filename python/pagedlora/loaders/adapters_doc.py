@@ -122,7 +122,9 @@ group's heads, its key, its value. Modules here have all of q, then all of k, th
 B's rows are moved, by `num_attention_heads`, `num_query_groups` (as many as heads if it is \
 null) and `kv_channels` (`hidden_size` over heads if it is null) of `model_config.yaml`. Without \
 these, with other sizes than the model's, with `megatron_legacy`, `rotary_interleaved` or \
-`weight_tying`, and with the weights of several ranks it is refused. TensorRT-LLM moves no rows \
+`weight_tying`, and with the weights of several ranks it is refused. The size of a fused module \
+says only the sum of q, k and v: with `fused_modules`, which an `LLM` has, the three are compared. \
+TensorRT-LLM moves no rows \
 and applies no alpha. `lora_dir` lists no archives. NeMo 2's checkpoints, which are directories, \
 and its "canonical" LoRA are not read.
 
@@ -133,7 +135,8 @@ and its "canonical" LoRA are not read.
 them. `register`, `load` and `reload` take `PeftTensors(config, tensors)` as a source. All rules \
 above hold, and the same content has the same generation. The tensors are copied to a safetensors \
 file in a private directory before the call returns (`TMPDIR` chooses where), and read from there; \
-it is removed when the name is given up. A name that is loaded stays what it is: to give it other \
+it is removed when neither the name nor another one of its content, nor a request, needs it any \
+more. A name that is loaded stays what it is: to give it other \
 tensors, use `reload`.
 """
 
