@@ -84,7 +84,8 @@ model that it was trained on, resized with `resize_token_embeddings`.
 around it: `base_model.model.`, `module.`, `_orig_mod.`, `_fsdp_wrapped_module.`, \
 `_checkpoint_wrapped_module.`. A wrapper `language_model` that only one of the two has is taken \
 away or put in, if then exactly one module has the name. What was renamed stands in \
-`AdapterInfo.report`. A tensor that fits nothing fails the load.
+`AdapterInfo.report`. A tensor that fits nothing fails the load, \
+as does a name of over 1000 characters.
 
 A model whose `qkv_proj` or `gate_up_proj` is one module takes adapters for `q_proj`, `k_proj`, \
 `v_proj` or `gate_proj`, `up_proj`, which may have ranks of their own; a model that has these \
