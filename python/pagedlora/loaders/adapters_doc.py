@@ -102,7 +102,9 @@ rank's own part.
 `adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
 `torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
 unloaded. Where both files are there, the safetensors file is read. Pickles over 8 GiB, and those \
-that unpack to more than they are (compressed records, views larger than their memory), are refused.
+that unpack to more than they are (compressed records, views larger than their memory), are \
+refused. Nothing in a pickle is called, but one can still be made to keep `torch.load` busy: allow \
+only those of people whom you trust.
 
 ## NeMo archives
 
