@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import tempfile
 import zipfile
@@ -181,7 +182,7 @@ def test_a_file_that_is_no_pickle_is_refused(
 ) -> None:
     path = write_bin(tmp_path / "a", tensors_of(small_cache))
     (path / BIN).write_bytes(content)
-    assert "is not a pickle of tensors alone" in str(refuse(trusting, path))
+    assert re.search("is not a pickle of tensors alone: .", str(refuse(trusting, path)))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])

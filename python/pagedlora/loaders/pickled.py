@@ -192,7 +192,7 @@ def _unpickle(file: IO[bytes], path: str) -> object:
     except OSError:
         raise
     except Exception as error:  # torch.load has no error of its own
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _error(path, f"is not a pickle of tensors alone: {reason:.{_SHOWN}}") from None
 
 
