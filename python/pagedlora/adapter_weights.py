@@ -9,9 +9,11 @@ from pagedlora import _core
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
 from pagedlora.loaders.binding import ZERO_BIAS, bind, dora_error
 from pagedlora.loaders.digest import ModuleContent, content_digest
+from pagedlora.loaders.given_tensors import config_json
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.packed import unpack
-from pagedlora.loaders.peft_config import parse_peft_config
+from pagedlora.loaders.peft_config import fields_of, parse_peft_config
+from pagedlora.loaders.pickled import own_tensors
 from pagedlora.loaders.rows import AdapterModule, AdapterTensors, pair_tensors
 from pagedlora.loaders.stored import TORCH_DTYPES, MatrixPair, StoredTensor
 from pagedlora.loaders.tensor_names import canonical_name
@@ -50,7 +52,7 @@ class AdapterWeights:
                 [out_features, r], float32, float16 or bfloat16, on any device; for an embedding
                 `...lora_embedding_A` and `...lora_embedding_B`; with `lora_bias`
                 `...lora_B.bias`.
-            config: Fields as in PEFT's `adapter_config.json`.
+            config: Fields as in PEFT's `adapter_config.json`, or PEFT's own `LoraConfig`.
 
         Returns:
             The weights.
@@ -60,7 +62,8 @@ class AdapterWeights:
                 values that are NaN or infinite.
             UnsupportedAdapterError: The configuration asks for something that is not supported.
         """
-        parsed = parse_peft_config(config, _DESCRIPTION)
+        fields = fields_of(config_json(config, _DESCRIPTION), _DESCRIPTION)
+        parsed = parse_peft_config(fields, _DESCRIPTION)
         buffer, packed = _pack(tensors)
         pairs = pair_tensors(packed, parsed, _DESCRIPTION)
         return cls(buffer, pairs, _digest(buffer, pairs, ValueCheck(_DESCRIPTION, None)))
@@ -163,8 +166,9 @@ def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTe
 
     buffer = bytearray()
     packed = []
-    for name in sorted(tensors, key=canonical_name):
-        tensor = tensors[name].detach().cpu().contiguous()
+    own = own_tensors(tensors, _DESCRIPTION)
+    for name in sorted(own, key=canonical_name):
+        tensor = own[name]
         dtype = TORCH_DTYPES.get(str(tensor.dtype))
         if dtype is None:
             raise AdapterFormatError(

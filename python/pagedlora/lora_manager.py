@@ -30,7 +30,7 @@ from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.loads import Loader
 from pagedlora.registry.lora_dir import MAX_NAME_BYTES
-from pagedlora.registry.names import NameEntry, NameTable, Owners, in_use_error
+from pagedlora.registry.names import NameEntry, NameTable, Owners, check_name, in_use_error
 from pagedlora.registry.parts import RegistryParts
 from pagedlora.registry.probing import probe
 from pagedlora.registry.reload import Reloader
@@ -164,10 +164,10 @@ class LoraManager:
             AdapterFormatError: A file is broken, or the adapter does not fit the model.
             UnsupportedAdapterError: It asks for something that is not supported.
         """
-        _check_name(name)
-        place = self._sources.place(source, _called(name))
+        check_name(name)
         with self._lock:
             self._names.check_new(name)
+        place = self._sources.place(source, _called(name))
         self._sources.check_not_listed(name, place)
         owners = Owners(self._cache)
         entry = self._loader.register(name, place)
@@ -246,7 +246,8 @@ class LoraManager:
 
         The tensors are copied to a private file before the call returns, and read from there as
         those of a directory are, with the same checks and the same digest; the file is removed
-        when the name is given up. To give a name other tensors: `reload(name, PeftTensors(...))`.
+        when neither this name nor another one of its content, nor a request, needs it any more. To
+        give a name other tensors: `reload(name, PeftTensors(...))`.
 
         Args:
             name: As in `register`.
@@ -324,8 +325,8 @@ class LoraManager:
             LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
             PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
         """
-        place = self._sources.place(source, _called(name))
         entry = self._require(name)
+        place = self._sources.place(source, _called(name))
         self._reloader.reload(entry, place, expected_generation)
         return self.get(name)
 
@@ -526,7 +527,7 @@ class LoraManager:
         pinned: bool,
         timeout_s: float | None,
     ) -> AdapterInfo:
-        _check_name(name)
+        check_name(name)
         deadline = Deadline(timeout_s)
         if source is None:
             self._require(name)
@@ -555,11 +556,3 @@ class LoraManager:
 
 def _called(name: object) -> str:
     return f"adapter '{name!s:.80}'"
-
-
-def _check_name(name: str) -> None:
-    is_text = isinstance(name, str)
-    if not is_text or not 1 <= len(name.encode(errors="surrogatepass")) <= MAX_NAME_BYTES:
-        raise InvalidArgumentError(
-            f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
-        )

@@ -30,9 +30,10 @@ from pagedlora.loaders.given_tensors import PeftTensors
 from pagedlora.loaders.hf import PeftDirectory
 from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.loaders.open_adapter import open_adapter
+from pagedlora.loaders.open_adapter import open_adapter, warn_of
 from pagedlora.loaders.stored import DTYPES, StoredTensor, element_bytes
 from pagedlora.loaders.values import ValueCheck
+from pagedlora.registry.names import check_name
 from pagedlora.registry.sources import Sources
 from pagedlora.trtllm_modules import module_names
 
@@ -91,7 +92,11 @@ class RetainedAdapters:
             fused_modules: As in `LoraManager`.
             strict: As in `LoraManager`.
             allow_pickle: As in `LoraManager`.
+
+        Raises:
+            InvalidArgumentError: There is no such device, or it keeps no values.
         """
+        _check_device(device)
         self._table = ModuleTable(model_config, fused_modules)
         self._modules = list(model_config.modules)
         names = module_names()
@@ -110,12 +115,13 @@ class RetainedAdapters:
             source: As in `LoraManager.register`.
 
         Raises:
-            InvalidArgumentError: The name stands for another source.
+            InvalidArgumentError: The name is impossible, or stands for another source.
             UnsupportedAdapterError: As `LoraManager.register`, or it has what the lists cannot say.
             AdapterFormatError: As there; values are not finite, or over the type's range, also
                 after B was multiplied by the scale.
             PagedLoraError: As `LoraManager.register`. Nothing was loaded.
         """
+        check_name(name)
         place = self._sources.place(source, f"adapter '{name!s:.80}'")
         real_path = place.real_path()
         with self._lock:
@@ -123,6 +129,7 @@ class RetainedAdapters:
                 return
         adapter = open_adapter(place, self._options)
         rows = {(row.module, row.layer): row for row in self._read(adapter)}
+        warn_of(adapter.tensors.notes, place)
         with self._lock:
             if not self._is_loaded(name, real_path):
                 self._adapters[name] = _Retained(real_path, rows)
@@ -166,9 +173,12 @@ class RetainedAdapters:
 
         Raises:
             AdapterNotFoundError: One of them is not loaded.
+            InvalidArgumentError: `names` is one string.
         """
         import torch
 
+        if isinstance(names, str):
+            raise InvalidArgumentError(f"names is {names!r:.80}: it must be a list, one a sequence")
         with self._lock:
             adapters = [None if name is None else self._find(name).rows for name in names]
         buffers: dict[str, torch.Tensor] = {}
@@ -242,6 +252,19 @@ class RetainedAdapters:
                 tensor=first.pair.b.name,
             )
         return RetainedRow(module, layer, a.to(self._device, dtype), folded.to(self._device))
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        keeps_values = not torch.empty(0, device=device).is_meta
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch has no error of its own
+        raise InvalidArgumentError(
+            f"device {device!r:.80} cannot be used: {error!s:.200}"
+        ) from None
+    if not keeps_values:
+        raise InvalidArgumentError(f"device {device!r:.80} keeps no values: pointers lead nowhere")
 
 
 def _check(module: BoundModule) -> None:

@@ -33,6 +33,7 @@ from pagedlora import (
     AdapterReadError,
     AdapterSourceChangedError,
     AdapterWeights,
+    InvalidArgumentError,
     LoraManager,
     _core,
 )
@@ -315,6 +316,12 @@ def test_a_cache_salt_tells_content_model_and_tenant_apart(
                 salts += [manager.cache_salt(name, tenant) for tenant in (b"", b"1", b"\0")]
     assert len(set(salts)) == len(salts)
     assert {len(salt) for salt in salts} == {32}
+
+
+@pytest.mark.parametrize("base_model_id", ["\ud800", 3, None])
+def test_the_base_models_id_must_be_text(small_cache: Cache, base_model_id: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="base_model_id"):
+        LoraManager(small_cache.config, small_cache.peft, base_model_id=base_model_id)
 
 
 def test_a_cache_salt_reads_the_content_once(small_cache: Cache, tmp_path: Path) -> None:

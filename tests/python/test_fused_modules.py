@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,11 +141,12 @@ def test_without_a_map_names_must_be_the_models(fused: LoraManager, tmp_path: Pa
     [
         ({"qkv": {"q": 8}}, "two parts or more"),
         ({"qkv": {"q": 8, "k": 0}}, "two parts or more"),
+        ({"qkv": {"q": 8, "k": "8"}}, "two parts or more"),
+        ({"qkv": 8}, "two parts or more"),
+        (8, "must be a dictionary"),
         ({"qkv": {"q": 8, "k": 8}, "qk": {"q": 8, "k": 8}}, "part 'q' in 'qkv' and in 'qk'"),
     ],
 )
-def test_impossible_maps_are_refused(
-    wrong: dict[str, dict[str, int]], message: str, small_cache: Cache
-) -> None:
+def test_impossible_maps_are_refused(wrong: Any, message: str, small_cache: Cache) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         LoraManager(small_cache.config, small_cache.peft, fused_modules=wrong)

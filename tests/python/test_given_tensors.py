@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,16 +25,22 @@ from tests.support.adapters import (
     write_adapter,
 )
 from tests.support.cache_fixtures import Cache, Call, add_and_wait, check_pages, wait_until
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedParameter
 
 from pagedlora import (
     AdapterFormatError,
+    AdapterNotFoundError,
     AdapterReadError,
     InvalidArgumentError,
     LlmRequest,
+    LoraManager,
     PagedLoraError,
+    PagedLoraWarning,
     PeftTensors,
     UnsupportedAdapterError,
 )
+from pagedlora.loaders.pickled import PrivateCopy
 
 
 @pytest.fixture(autouse=True)
@@ -186,9 +193,64 @@ def test_a_name_is_reloaded_with_other_tensors(small_cache: Cache, private_root:
     assert len(list(private_root.iterdir())) == 1
 
 
-def test_a_root_does_not_confine_what_is_no_path(small_cache: Cache, tmp_path: Path) -> None:
-    from pagedlora import LoraManager
+def test_reloads_of_the_same_tensors_keep_two_files_at_most(
+    small_cache: Cache, private_root: Path
+) -> None:
+    manager, tensors = small_cache.adapters, tensors_of(small_cache)
+    config = adapter_config(tensors)
+    task = manager.load_from_tensors("a", config, tensors).task_id
+    for _ in range(4):
+        assert manager.reload("a", PeftTensors(config, tensors)).task_id == task
+    gc.collect()
+    assert len(list(private_root.iterdir())) == 2
 
+
+def test_a_reload_of_the_same_tensors_mends_what_lost_its_files(
+    small_cache: Cache, private_root: Path
+) -> None:
+    """Somebody cleaned the directory for temporary files."""
+    manager, tensors = small_cache.adapters, tensors_of(small_cache)
+    source = PeftTensors(adapter_config(tensors), tensors)
+    manager.load("a", source)
+    for _ in range(3):
+        manager.reload("a", source)
+        for directory in private_root.iterdir():
+            shutil.rmtree(directory)
+    info = manager.reload("a", source)
+    small_cache.peft.evict_unowned("host")
+    assert_same_weights(stored(small_cache, info.task_id), weights_of(tensors, torch.float32))
+
+
+def test_tensors_for_a_name_that_cannot_have_them_are_not_copied(
+    small_cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, tensors = small_cache.adapters, tensors_of(small_cache)
+    source = PeftTensors(adapter_config(tensors), tensors)
+    manager.register("a", source)
+    monkeypatch.setattr(tempfile, "mkdtemp", None)
+    with pytest.raises(InvalidArgumentError, match="already registered"):
+        manager.register("a", source)
+    with pytest.raises(AdapterNotFoundError, match="no adapter 'b'"):
+        manager.reload("b", source)
+
+
+def test_a_child_process_leaves_the_files_to_its_parent(
+    private_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with copies of the parent's objects, and the parent still reads the files."""
+    copy = PrivateCopy("x")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: -1)
+        del copy
+        gc.collect()
+    assert len(list(private_root.iterdir())) == 1
+    copy = PrivateCopy("y")
+    del copy
+    gc.collect()
+    assert len(list(private_root.iterdir())) == 1
+
+
+def test_a_root_does_not_confine_what_is_no_path(small_cache: Cache, tmp_path: Path) -> None:
     manager = LoraManager(small_cache.config, small_cache.peft, adapter_root=tmp_path)
     tensors = tensors_of(small_cache)
     assert manager.load_from_tensors("a", adapter_config(tensors), tensors).tiers == ("host",)
@@ -254,6 +316,56 @@ def test_what_a_file_is_refused_for_they_are_refused_for(
     assert getattr(error, "tensor", "") == getattr(caught.value, "tensor", "")
 
 
+class Wrapper(torch.Tensor):
+    """Has its values in other tensors, as distributed and packed ones do."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> torch.Tensor:
+        whole = torch.Tensor._make_wrapper_subclass(Wrapper, tensor.shape, dtype=tensor.dtype)
+        whole.inner = tensor
+        return whole
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = [each.inner if isinstance(each, Wrapper) else each for each in args]
+        return Wrapper.of(func(*inner, **(kwargs or {})))
+
+
+class WithAShape(torch.Tensor):
+    """Says that it has the shape which the model needs."""
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return torch.Size([4, 48])
+
+
+def test_a_shape_that_is_not_the_tensors_own_is_not_believed(small_cache: Cache) -> None:
+    """Else memory behind its values would be read."""
+    tensors = tensors_of(small_cache)
+    tensors[first_name(tensors)] = torch.ones(2, 3).as_subclass(WithAShape)
+    error = refuse(small_cache, adapter_config(tensors, r=4), tensors)
+    assert "has rank 2 (shape [2, 3])" in str(error)
+
+
+def test_tensors_that_are_there_only_when_they_are_asked_for_are_asked_once(
+    small_cache: Cache,
+) -> None:
+    """What was checked is what is copied."""
+
+    class Lazy(dict[str, Any]):
+        asked = 0
+
+        def items(self) -> Any:
+            self.asked += 1
+            return super().items() if self.asked == 1 else {"x": 7}.items()
+
+    tensors = tensors_of(small_cache)
+    info = small_cache.adapters.load_from_tensors("a", adapter_config(tensors), Lazy(tensors))
+    assert_same_weights(stored(small_cache, info.task_id), weights_of(tensors, torch.float32))
+
+
 NO_TENSORS: dict[str, Callable[[Tensors], Any]] = {
     "a list": lambda tensors: list(tensors.values()),
     "None": lambda tensors: None,
@@ -264,13 +376,25 @@ NO_TENSORS: dict[str, Callable[[Tensors], Any]] = {
     "quantised": lambda tensors: {
         n: torch.quantize_per_tensor(t.float(), 1.0, 0, torch.qint8) for n, t in tensors.items()
     },
+    "nested": lambda tensors: {
+        n: torch.nested.nested_tensor([t], layout=torch.jagged) for n, t in tensors.items()
+    },
+    "nested and strided": lambda tensors: {
+        n: torch.nested.nested_tensor([t]) for n, t in tensors.items()
+    },
+    "a wrapper's": lambda tensors: {n: Wrapper.of(t) for n, t in tensors.items()},
+    "fake": lambda tensors: {n: FakeTensorMode().from_tensor(t) for n, t in tensors.items()},
+    "not initialised": lambda tensors: {n: UninitializedParameter() for n in tensors},
+    "a view of more than there is memory": lambda tensors: {
+        n: torch.ones(1, 1).expand(1 << 20, 1 << 20) for n in tensors
+    },
     "a name of no text": lambda tensors: {"\ud800": torch.ones(3)},
     "the name of metadata": lambda tensors: {**tensors, "__metadata__": torch.ones(3)},
 }
 
 
 @pytest.mark.parametrize("name", NO_TENSORS)
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor", "ignore:.*nested tensors")
 def test_what_no_file_could_have_is_refused_by_the_adapters_name(
     small_cache: Cache, name: str
 ) -> None:
@@ -315,6 +439,16 @@ def test_a_configuration_that_no_file_could_have_is_refused(
 ) -> None:
     error = refuse(small_cache, config, tensors_of(small_cache), AdapterFormatError)
     assert "config of adapter 'mine'" in str(error)
+
+
+def test_what_is_ignored_is_warned_of_by_the_adapters_name(small_cache: Cache) -> None:
+    """Else the second one would be silent: Python shows equal warnings once."""
+    manager = LoraManager(small_cache.config, small_cache.peft, strict=False)
+    tensors = tensors_of(small_cache)
+    config = adapter_config(tensors, tomorrow=1)
+    for name in ("first", "second"):
+        with pytest.warns(PagedLoraWarning, match=f"adapter '{name}': ignored tomorrow=1"):
+            manager.register(name, PeftTensors(config, tensors))
 
 
 def test_fields_are_refused_as_those_of_a_file(small_cache: Cache) -> None:

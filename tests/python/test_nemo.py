@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.adapters import PREFIX, Tensors, write_adapter
+from safetensors.torch import save_file
+from tests.support.adapters import PREFIX, WEIGHTS_FILE, Tensors, write_adapter
 from tests.support.cache_fixtures import Cache, add_and_wait, check_pages
 from tests.support.nemo import KQV, Heads, Pairs, draw_pairs, state_of, write_nemo
 from tests.support.tiny_models import build_tiny_model, tiny_config
@@ -393,6 +394,23 @@ def test_another_number_of_groups_than_the_models_is_refused(
         with pytest.raises(AdapterFormatError, match=words):
             manager.register("a", path)
         manager.unload("good")
+
+
+def test_a_directory_that_looks_like_an_archive_is_parsed_as_a_directory(
+    fused: Make, tmp_path: Path
+) -> None:
+    """Of equal settings and an equal header, whichever was parsed first."""
+    pairs = draw_pairs(GQA, [0], RANK, seed=1)
+    archive = write_nemo(tmp_path / "a.nemo", GQA, pairs, fields=GQA.fields(alpha=6))
+    tensors = as_peft(pairs, {0: "layers.0.attn_qkv"})
+    plain = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    directory = write_adapter(tmp_path / "a", plain, lora_alpha=6)
+    save_file(plain, directory / WEIGHTS_FILE, {"q, k, v": str(GQA.parts)})
+    manager = fused()
+    manager.load("archive", archive)
+    with pytest.raises(AdapterFormatError, match="which the model does not have"):
+        manager.load("directory", directory)
+    manager.unload("archive")
 
 
 def test_a_model_with_q_k_and_v_apart_needs_to_know_them_fused(split: Make, tmp_path: Path) -> None:

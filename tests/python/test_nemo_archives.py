@@ -212,6 +212,16 @@ def test_the_limit_is_for_all_members_together(
     )
 
 
+@pytest.mark.parametrize("name", [WEIGHTS, "tokenizer.model"])
+def test_what_unpacks_to_many_times_its_size_is_refused_early(tmp_path: Path, name: str) -> None:
+    """Else a megabyte fills a disk."""
+    content = gzip.compress(tar_of([GOOD[0], member(name, bytes(64 << 20))]), 1)
+    assert len(content) < 64 << 13
+    refuse(tmp_path, content, "unpacks to over 100 times its bytes")
+    text = [member("tokenizer.model", b"x" * (8 << 20))]
+    assert probe(tmp_path / "a.nemo", gzip.compress(tar_of(text + GOOD))).num_tensors == 2
+
+
 def test_negative_sizes_are_refused(tmp_path: Path) -> None:
     bad = tar_of([GOOD[0], member(WEIGHTS, pax_headers={"size": "-512"})])
     refuse(tmp_path, bad, "of -512 bytes, over the limit")
@@ -264,6 +274,13 @@ YAMLS: dict[str, tuple[bytes, str]] = {
     "no text": (b"\xff\xfe\x00", "is no YAML"),
     "deep": (b"[" * 20000, "is no YAML"),
     "a long number": (b"num_attention_heads: " + b"9" * 5000, "is no YAML|a number"),
+    "a key that is there twice": (CONTENT + b"hidden_size: 16\n", "there twice.*'hidden_size'"),
+    "a key twice deep inside": (b"a: {b: [{alpha: 1, alpha: 2}]}", "there twice.*'alpha'"),
+    "a long hexadecimal number": (b"hidden_size: 0x" + b"f" * 9000, "number of 9002 characters"),
+    "a sexagesimal number": (b"hidden_size: 1" + b":1" * 90000, "number of 180001 characters"),
+    "a sexagesimal fraction": (b"a: 1" + b":1" * 900 + b".5", "number of 1803 characters"),
+    "a long alpha": (b"lora: {alpha: " + b"9" * 400 + b"}", "number of 400 characters"),
+    "many values": (b"a: [" + b"1," * 20000 + b"]", "over 10000 values"),
     "a key of a list": (b"? [1]\n: 2", "is no YAML"),
     "an open bracket": (b"{a: [", "is no YAML"),
     "a date that is none": (b"a: 2001-99-99", "is no YAML"),

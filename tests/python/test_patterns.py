@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,22 @@ def test_names_mean_the_ends_of_names() -> None:
 def test_an_expression_that_would_match_for_years_is_given_up(
     pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patterns, "TIME_LIMIT_S", 0.05)
+    monkeypatch.setattr(patterns, "TIME_LIMIT_S", 0.5)
     with pytest.raises(BadPatternError, match="takes too long"):
         Expression(pattern, PatternTimer()).is_full_match(MODULE)
 
 
+def test_compiling_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration has room for very many expressions."""
+    timer = PatternTimer()
+    Expression("a+", timer)
+    monkeypatch.setattr(patterns.time, "monotonic", lambda: math.inf)
+    with pytest.raises(BadPatternError, match=r"'b\+' is one of too many: .* have 2 s"):
+        Expression("b+", timer)
+
+
 def test_all_expressions_of_an_adapter_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "TIME_LIMIT_S", 0.05)
+    monkeypatch.setattr(patterns, "TIME_LIMIT_S", 0.5)
     timer = PatternTimer()
     slow = [Expression(pattern, timer) for pattern in SLOW * 20]
     started = time.monotonic()
@@ -95,7 +105,7 @@ def test_all_expressions_of_an_adapter_share_the_time(monkeypatch: pytest.Monkey
 def test_an_adapter_with_such_an_expression_is_refused_and_the_field_named(
     small_cache: Cache, tmp_path: Path, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patterns, "TIME_LIMIT_S", 0.05)
+    monkeypatch.setattr(patterns, "TIME_LIMIT_S", 0.5)
     value: Any = {SLOW[0]: 4} if field == "rank_pattern" else SLOW[0]
     tensors = adapter_tensors(small_cache.config.modules, 4, seed=1)
     directory = write_adapter(tmp_path / "a", tensors, **{field: value})

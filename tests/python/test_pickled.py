@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+import resource
 import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +182,7 @@ def test_a_file_that_is_no_pickle_is_refused(
 ) -> None:
     path = write_bin(tmp_path / "a", tensors_of(small_cache))
     (path / BIN).write_bytes(content)
-    assert "is not a pickle of tensors alone" in str(refuse(trusting, path))
+    assert re.search("is not a pickle of tensors alone: .", str(refuse(trusting, path)))
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
@@ -199,6 +203,65 @@ def test_a_pickle_over_the_limit_is_refused(
     monkeypatch.setattr(pickled, "MAX_PICKLE_BYTES", 100)
     path = write_bin(tmp_path / "a", tensors_of(small_cache))
     assert "over the limit of 100" in str(refuse(trusting, path))
+
+
+def rewrite(path: Path, compression: int, **larger: int) -> None:
+    """Writes a file of `torch.save` again, some records with more zeros at their ends."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content + bytes(larger.get(name.rsplit(".", 1)[-1], 0)))
+
+
+def test_records_that_unpack_to_more_than_the_file_are_refused_before_they_are_unpacked(
+    small_cache: Cache, trusting: LoraManager, tmp_path: Path
+) -> None:
+    """A few megabytes can be compressed gigabytes."""
+    path = write_bin(tmp_path / "a", tensors_of(small_cache))
+    rewrite(path / BIN, zipfile.ZIP_STORED)
+    trusting.register("stored", path)
+    trusting.unload("stored")
+    rewrite(path / BIN, zipfile.ZIP_DEFLATED, pkl=50_000_000)
+    size = (path / BIN).stat().st_size
+    with limit_of_memory(32 << 20):
+        error = refuse(trusting, path)
+    assert f"has {size} bytes, which unpack to 50" in str(error)
+
+
+@contextmanager
+def limit_of_memory(more_bytes: int) -> Iterator[None]:
+    """Lets the process grow by so much only."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    old = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, old)
+
+
+def test_tensors_larger_than_what_they_are_views_of_are_refused(
+    small_cache: Cache, trusting: LoraManager, tmp_path: Path
+) -> None:
+    """A few hundred bytes can be terabytes."""
+    tensors = tensors_of(small_cache)
+    first = next(iter(tensors))
+    large = {**tensors, first: torch.ones(1).as_strided((1 << 20, 1 << 20), (0, 0))}
+    path = write_bin(tmp_path / "a", tensors, large)
+    assert f"of {1 << 42} bytes, made of 4: save it with contiguous()" in str(
+        refuse(trusting, path)
+    )
+
+
+def test_views_of_one_memory_are_counted_each(
+    small_cache: Cache, trusting: LoraManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, shared = tensors_of(small_cache), torch.ones(25_000)
+    path = write_bin(tmp_path / "a", tensors, {str(number): shared for number in range(20)})
+    assert (path / BIN).stat().st_size < 150_000
+    monkeypatch.setattr(pickled, "MAX_PICKLE_BYTES", 1_999_999)
+    assert "has tensors of 2000000 bytes, over the limit" in str(refuse(trusting, path))
 
 
 @pytest.mark.parametrize("allow_pickle", [True, False])

@@ -99,6 +99,24 @@ def test_the_same_content_changes_only_the_source(
     assert manager.load("a", tmp_path / "y" / "seed1").tiers == ("host",)
 
 
+def test_the_same_content_from_ever_new_directories_stays_readable(
+    small_cache: Cache, tmp_path: Path
+) -> None:
+    """As many as a generation keeps sources, and more; each old one is removed."""
+    manager, previous = small_cache.adapters, None
+    for number in range(20):
+        path = generations.write(small_cache, tmp_path / str(number))
+        if previous is None:
+            manager.load("a", path)
+        else:
+            manager.reload("a", path)
+            shutil.rmtree(previous)
+        previous = path
+    small_cache.peft.evict_unowned("host")
+    assert manager.load("a").tiers == ("host",)
+    generations.assert_bytes(small_cache, manager.task_id("a"), 1)
+
+
 def test_the_same_content_in_another_layout_is_read_from_where_it_still_is(
     small_cache: Cache, tmp_path: Path
 ) -> None:

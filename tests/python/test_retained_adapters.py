@@ -26,6 +26,7 @@ from pagedlora import (
     AdapterPathError,
     InvalidArgumentError,
     LoraModelConfig,
+    PagedLoraWarning,
     PeftTensors,
     RetainedAdapters,
     UnsupportedAdapterError,
@@ -236,6 +237,37 @@ def test_what_lists_of_pointers_cannot_say_is_refused_by_name() -> None:
     refuse([fused], pair(), "part of the fused module 'model.layers.0.self_attn.qkv_proj'")
     refuse([LoraModule(Q, 4, 4, 0)], pair(), "no TensorRT-LLM id of its own")
     refuse([q, LoraModule(f"x.{Q}", 4, 4, 0, 1)], pair(), "no TensorRT-LLM id of its own")
+
+
+def test_what_is_ignored_is_warned_of(tmp_path: Path) -> None:
+    """With strict=False, as by LoraManager."""
+    path = write_adapter(tmp_path / "a", tensors_of(), some_new_field=3)
+    adapters = RetainedAdapters(model(), strict=False)
+    with pytest.warns(PagedLoraWarning, match="ignored some_new_field=3"):
+        adapters.load("a", path)
+    assert adapters.names == ("a",)
+
+
+@pytest.mark.parametrize("name", [None, 3, "", "x" * 257, ["a"]])
+def test_impossible_names_are_refused(tmp_path: Path, name: Any) -> None:
+    """None would be the base model in a list of names."""
+    adapters = RetainedAdapters(model())
+    with pytest.raises(InvalidArgumentError, match="an adapter's name must be"):
+        adapters.load(name, write_adapter(tmp_path / "a", tensors_of()))
+    assert adapters.names == ()
+
+
+def test_a_list_of_names_is_needed(tmp_path: Path) -> None:
+    adapters = RetainedAdapters(model())
+    adapters.load("a", write_adapter(tmp_path / "a", tensors_of()))
+    with pytest.raises(InvalidArgumentError, match="must be a list"):
+        adapters.input_buffers("a")
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta", 1.5])
+def test_devices_that_cannot_keep_tensors_are_refused_at_once(device: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="device"):
+        RetainedAdapters(model(), device)
 
 
 def test_values_that_the_scale_puts_over_the_range_are_refused() -> None:

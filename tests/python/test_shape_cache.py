@@ -195,9 +195,9 @@ def test_a_file_replaced_while_its_header_is_read_is_noticed(
     path = write_adapter(tmp_path / "b", tensors_of(small_cache, 2))
     shape_key = shape_cache.shape_key
 
-    def replace_first(config: Any, file: Any) -> bytes | None:
+    def replace_first(form: str, config: Any, file: Any) -> bytes | None:
         write_adapter(path, tensors_of(small_cache, 3))
-        return shape_key(config, file)
+        return shape_key(form, config, file)
 
     monkeypatch.setattr("pagedlora.registry.content.shape_key", replace_first)
     with pytest.raises(RuntimeError, match="changed after it was registered"):

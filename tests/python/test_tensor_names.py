@@ -48,6 +48,17 @@ KINDS = [
 ]
 
 
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", PREFIX])
+def test_names_of_very_many_wrappers_are_not_taken_apart(wrapper: str) -> None:
+    """Which takes minutes for the longest that a file can have."""
+    suffix = "q_proj.lora_A.weight"
+    count = (1000 - len(suffix)) // len(wrapper)
+    assert split_name(wrapper * count + suffix).module == "q_proj"
+    for longer in (count + 1, 100_000):
+        name = wrapper * longer + suffix
+        assert split_name(name) == (name, TensorKind.UNKNOWN, "", name)
+
+
 @pytest.mark.parametrize("prefix", ["", PREFIX])
 @pytest.mark.parametrize(
     ("name", "kind", "adapter"), KINDS, ids=[k[0][len(MODULE) :] for k in KINDS]

@@ -84,7 +84,8 @@ model that it was trained on, resized with `resize_token_embeddings`.
 around it: `base_model.model.`, `module.`, `_orig_mod.`, `_fsdp_wrapped_module.`, \
 `_checkpoint_wrapped_module.`. A wrapper `language_model` that only one of the two has is taken \
 away or put in, if then exactly one module has the name. What was renamed stands in \
-`AdapterInfo.report`. A tensor that fits nothing fails the load.
+`AdapterInfo.report`. A tensor that fits nothing fails the load, \
+as does a name of over 1000 characters.
 
 A model whose `qkv_proj` or `gate_up_proj` is one module takes adapters for `q_proj`, `k_proj`, \
 `v_proj` or `gate_proj`, `up_proj`, which may have ranks of their own; a model that has these \
@@ -100,15 +101,18 @@ rank's own part.
 
 `adapter_model.bin` is a pickle and is refused; with `allow_pickle=True` it is read with \
 `torch.load(weights_only=True)` and kept as a safetensors file in a private directory until it is \
-unloaded. Where both files are there, the safetensors file is read.
+unloaded. Where both files are there, the safetensors file is read. Pickles over 8 GiB, and those \
+that unpack to more than they are (compressed records, views larger than their memory), are \
+refused. Nothing in a pickle is called, but one can still be made to keep `torch.load` busy: allow \
+only those of people whom you trust.
 
 ## NeMo archives
 
 A path that ends in `.nemo`, or `LoraManager.load_from_nemo`, is a tar archive, plain or \
 gzipped, with `model_config.yaml` and `model_weights.ckpt`. The latter is a pickle, so \
 `allow_pickle=True` is needed here, too; its tensors are kept in a private directory until the \
-name is given up. The archive is read once, with limits, and nothing of it is extracted under a \
-name.
+name is given up. The archive is read once, with limits (8 GiB, 64 members, 100 times the size of \
+a gzipped file), and nothing of it is extracted under a name.
 
 Tensors `...layers.N.self_attention.adapter_layer.lora_kqv_adapter.linear_in.weight` are A and \
 `...linear_out.weight` are B of q, k and v of layer N; any other tensor fails the load. The \
@@ -121,7 +125,9 @@ group's heads, its key, its value. Modules here have all of q, then all of k, th
 B's rows are moved, by `num_attention_heads`, `num_query_groups` (as many as heads if it is \
 null) and `kv_channels` (`hidden_size` over heads if it is null) of `model_config.yaml`. Without \
 these, with other sizes than the model's, with `megatron_legacy`, `rotary_interleaved` or \
-`weight_tying`, and with the weights of several ranks it is refused. TensorRT-LLM moves no rows \
+`weight_tying`, and with the weights of several ranks it is refused. The size of a fused module \
+says only the sum of q, k and v: with `fused_modules`, which an `LLM` has, the three are compared. \
+TensorRT-LLM moves no rows \
 and applies no alpha. `lora_dir` lists no archives. NeMo 2's checkpoints, which are directories, \
 and its "canonical" LoRA are not read.
 
@@ -132,7 +138,8 @@ and its "canonical" LoRA are not read.
 them. `register`, `load` and `reload` take `PeftTensors(config, tensors)` as a source. All rules \
 above hold, and the same content has the same generation. The tensors are copied to a safetensors \
 file in a private directory before the call returns (`TMPDIR` chooses where), and read from there; \
-it is removed when the name is given up. A name that is loaded stays what it is: to give it other \
+it is removed when neither the name nor another one of its content, nor a request, needs it any \
+more. A name that is loaded stays what it is: to give it other \
 tensors, use `reload`.
 """
 

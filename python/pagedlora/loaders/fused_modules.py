@@ -36,6 +36,12 @@ class Part(NamedTuple):
     total: int
 
 
+def _are_parts(parts: object) -> bool:
+    if not isinstance(parts, Mapping) or len(parts) < 2:  # noqa: PLR2004
+        return False
+    return all(isinstance(length, int) and length >= 1 for length in parts.values())
+
+
 class FusedNames:
     """The map in both directions. Immutable."""
 
@@ -48,12 +54,13 @@ class FusedNames:
             InvalidArgumentError: A module has fewer than two parts, a part no outputs, or two fused
                 modules have a part of one name.
         """
-        self.fused = {name: tuple(parts) for name, parts in fused.items()}
+        if not isinstance(fused, Mapping):
+            raise InvalidArgumentError(f"fused_modules is {fused!r:.80}: it must be a dictionary")
         self._parts: dict[str, Part] = {}
         for name, parts in fused.items():
-            if len(parts) < 2 or any(length < 1 for length in parts.values()):  # noqa: PLR2004
+            if not _are_parts(parts):
                 raise InvalidArgumentError(
-                    f"fused_modules[{name!r}] is {dict(parts)}: it needs two parts or more, each "
+                    f"fused_modules[{name!r}] is {parts!r:.200}: it needs two parts or more, each "
                     "with its number of outputs"
                 )
             first = 0
@@ -65,6 +72,7 @@ class FusedNames:
                     )
                 self._parts[part] = Part(name, first, length, sum(parts.values()))
                 first += length
+        self.fused = {name: tuple(parts) for name, parts in fused.items()}
 
     def part(self, module: str) -> Part | None:
         """What a module is a part of, by the last part of its name."""

@@ -68,12 +68,8 @@ class GivenTensors:
         self.path = GIVEN_PATH
         self.label = f"tensors of {adapter}"
         self._config_label = f"config of {adapter}"
-        config = _to_json(given.config, self._config_label)
+        config = config_json(given.config, self._config_label)
         self.fields = fields_of(config, self._config_label)
-        if not isinstance(given.tensors, Mapping):
-            raise format_error(
-                self.label, f"are a {type(given.tensors).__name__}: tensors by name are needed"
-            )
         self.copy: PrivateCopy = keep_tensors(given.tensors, self.label, WEIGHTS_NAME)
         with open(self.copy.path, "rb") as file:
             digest = hashlib.sha256(config)
@@ -102,7 +98,16 @@ class GivenTensors:
         return self._identity
 
 
-def _to_json(config: object, path: str) -> bytes:
+def config_json(config: object, path: str) -> bytes:
+    """A configuration as its file would have it.
+
+    Args:
+        config: As in `PeftTensors`.
+        path: Names it in errors.
+
+    Raises:
+        AdapterFormatError: It cannot be JSON.
+    """
     to_dict = getattr(config, "to_dict", None)
     fields = to_dict() if callable(to_dict) else config
     if not isinstance(fields, Mapping):

@@ -25,7 +25,7 @@ from pagedlora.loaders.nemo_archive import CONFIG_MEMBER, WEIGHTS_MEMBER, read_a
 from pagedlora.loaders.nemo_config import NemoConfig, parse_nemo_config
 from pagedlora.loaders.packed import ModulesById, modules_by_id
 from pagedlora.loaders.peft_config import PeftLoraConfig
-from pagedlora.loaders.pickled import keep_tensors, load_pickle
+from pagedlora.loaders.pickled import is_dense, keep_tensors, load_pickle
 from pagedlora.loaders.source_file import SourceFile
 from pagedlora.loaders.stored import tensor_error
 from pagedlora.paths import is_possible_path
@@ -175,9 +175,7 @@ def _by_part(b: torch.Tensor, config: NemoConfig) -> torch.Tensor:
 
 
 def _checked(name: str, tensor: object, path: str) -> torch.Tensor:
-    import torch
-
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+    if not is_dense(tensor):
         raise tensor_error(path, name, f"is a {type(tensor).__name__}: a dense tensor is needed")
     if tensor.dim() != _MATRIX_DIMS:
         raise tensor_error(path, name, f"has shape {list(tensor.shape)}: a matrix is needed")

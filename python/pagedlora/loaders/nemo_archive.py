@@ -31,6 +31,10 @@ MAX_MEMBERS = 64
 _MAX_HEADER_BYTES = 256 << 10
 """Of one member's headers, with what is read ahead of them."""
 _CHUNK_BYTES = 64 << 10
+_MAX_RATIO = 100
+"""How many times what was read of a file it may unpack to; weights shrink to a half at best."""
+_FREE_BYTES = 16 << 20
+"""What may be unpacked beside that, such as text."""
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -61,7 +65,7 @@ def read_archive(file: IO[bytes], path: str) -> NemoMembers:
     """
     with _typed_errors(path), ExitStack() as closer:
         weights = closer.enter_context(tempfile.TemporaryFile(prefix="pagedlora-"))
-        config = _read_members(_unzipped(file), path, weights)
+        config = _read_members(_Bounded(file, path), path, weights)
         weights.seek(0)
         closer.pop_all()
         return NemoMembers(config, weights)
@@ -87,12 +91,14 @@ def _typed_errors(path: str) -> Iterator[None]:
 
 
 class _Bounded:
-    """A stream of which so much may be read as was allowed last. What `tarfile` reads from."""
+    """What `tarfile` reads from: a file, unzipped if need be, as far as was allowed last."""
 
     def __init__(self, file: IO[bytes], path: str) -> None:
-        self._file = file
+        self._raw = file
+        self._file = _unzipped(file)
         self._path = path
         self._left = 0
+        self._unpacked = 0
 
     def allow(self, num_bytes: int) -> None:
         """From now on so many bytes, and a member's headers."""
@@ -107,6 +113,9 @@ class _Bounded:
             )
         data = self._file.read(min(size, self._left))
         self._left -= len(data)
+        self._unpacked += len(data)
+        if self._unpacked > _FREE_BYTES + _MAX_RATIO * self._raw.tell():
+            raise _error(self._path, f"unpacks to over {_MAX_RATIO} times its bytes")
         return data
 
 
@@ -116,8 +125,7 @@ def _unzipped(file: IO[bytes]) -> IO[bytes]:
     return gzip.GzipFile(fileobj=file) if is_zipped else file  # type: ignore[return-value]
 
 
-def _read_members(file: IO[bytes], path: str, weights: IO[bytes]) -> bytes:
-    bounded = _Bounded(file, path)
+def _read_members(bounded: _Bounded, path: str, weights: IO[bytes]) -> bytes:
     bounded.allow(0)
     config: bytearray | None = None
     found: set[str] = set()

@@ -8,6 +8,8 @@ of them are which follows from the number of heads and of groups, and from nothi
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +19,10 @@ from pagedlora.loaders.stored import tensor_error
 _LORA_SECTIONS = (("peft", "lora_tuning"), ("lora_tuning",), ("lora",))
 _DIMS = ("adapter_dim", "rank")
 _MAX_SIZE = 1 << 24
+_MAX_NODES = 10_000
+"""Values and keys; the reader needs about 0.1 ms for each."""
+_MAX_DIGITS = 40
+"""Of a number. YAML's sexagesimal ones (1:1:1) take time that grows with the square."""
 _REFUSED = {
     "megatron_legacy": "the outputs of q, k and v are laid out in another way",
     "rotary_interleaved": "rotary embeddings turn neighbours instead of halves, unlike the models "
@@ -137,22 +143,50 @@ def _size(fields: Mapping[str, Any], name: str, path: str, default: int | None =
 def _load_yaml(content: bytes, path: str) -> Mapping[str, Any]:
     import yaml
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Without aliases: a few lines of them are gigabytes."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise yaml.YAMLError("aliases are not allowed")
-            return super().compose_node(parent, index)
-
     try:
-        fields = yaml.load(content, Loader)
+        fields = yaml.load(content, _bounded_loader())
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise _error(path, f"is no YAML: {reason:.200}") from None
     if not isinstance(fields, dict):
         raise _error(path, f"has a {type(fields).__name__} instead of fields by name")
     return fields
+
+
+@functools.cache
+def _bounded_loader() -> type:
+    """A safe one, with bounds on time and memory; a key twice is an error, as in NeMo."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Without aliases: a few lines of them are gigabytes."""
+
+        num_nodes = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.num_nodes += 1
+            if self.num_nodes > _MAX_NODES:
+                raise yaml.YAMLError(f"there are over {_MAX_NODES} values")
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("aliases are not allowed")
+            return super().compose_node(parent, index)
+
+        def construct_number(self, node: Any) -> Any:
+            if len(node.value) > _MAX_DIGITS:
+                raise yaml.YAMLError(f"a number of {len(node.value)} characters")
+            is_integer = node.tag.endswith(":int")
+            return (self.construct_yaml_int if is_integer else self.construct_yaml_float)(node)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            mapping = super().construct_mapping(node, deep)
+            if len(mapping) < len(node.value):
+                ((name, _),) = Counter(key.value for key, _ in node.value).most_common(1)
+                raise yaml.YAMLError(f"a key is there twice, such as {name!r:.80}")
+            return mapping
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", Loader.construct_number)
+    return Loader
 
 
 def _error(path: str, problem: str) -> AdapterFormatError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TypeAlias
 
+from pagedlora.errors import warn_caller
 from pagedlora.loaders.given_tensors import GivenTensors
 from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
@@ -32,6 +34,13 @@ def open_adapter(source: AdapterSource, options: LoadOptions = DEFAULT_OPTIONS) 
     if _is_nemo(source):
         return open_nemo(source.path, options, source.root)
     return open_peft_directory(source.path, options, source.root)
+
+
+def warn_of(notes: Iterable[str], source: AdapterSource) -> None:
+    """Warns the caller of what was ignored in an adapter, naming it."""
+    whose = source.label if isinstance(source, GivenTensors) else f"adapter '{source.path}'"
+    for note in notes:
+        warn_caller(f"{whose}: {note}")
 
 
 def _is_nemo(source: SourcePath) -> bool:

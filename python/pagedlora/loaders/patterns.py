@@ -15,7 +15,8 @@ from typing import Any
 import regex
 
 TIME_LIMIT_S = 2.0
-"""For all regular expressions of one adapter together."""
+"""For all regular expressions of one adapter together, to be compiled and to match."""
+_NO_TIME_S = 1e-6
 MAX_PATTERN_LENGTH = 10_000
 """Characters of one regular expression."""
 
@@ -45,7 +46,12 @@ class PatternTimer:
         now = time.monotonic()
         if self._end is None:
             self._end = now + TIME_LIMIT_S
-        return max(self._end - now, 1e-6)
+        return max(self._end - now, _NO_TIME_S)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether no time is left."""
+        return self.left_s() == _NO_TIME_S
 
 
 class Expression:
@@ -60,9 +66,11 @@ class Expression:
             template: What is put around it.
 
         Raises:
-            BadPatternError: It is too long or not a regular expression.
+            BadPatternError: It is too long or not a regular expression, or time is up.
         """
         self._pattern, self._timer = pattern, timer
+        if timer.is_up:
+            raise self._too_slow("is one of too many")
         _check_length(pattern)
         odd = _READ_DIFFERENTLY.search(pattern)
         if odd is not None:
@@ -107,10 +115,13 @@ class Expression:
         try:
             return method(text, timeout=self._timer.left_s(), concurrent=True)
         except TimeoutError:
-            raise BadPatternError(
-                f"{self._pattern!r:.80} takes too long to match: all regular expressions of an "
-                f"adapter have {TIME_LIMIT_S:g} s"
-            ) from None
+            raise self._too_slow("takes too long to match") from None
+
+    def _too_slow(self, problem: str) -> BadPatternError:
+        return BadPatternError(
+            f"{self._pattern!r:.80} {problem}: all regular expressions of an adapter have "
+            f"{TIME_LIMIT_S:g} s"
+        )
 
 
 def _check_length(pattern: str) -> None:

@@ -12,8 +12,9 @@ import os
 import shutil
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
 from pagedlora.errors import AdapterFormatError, AdapterReadError
 
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 PICKLE_NAME = "adapter_model.bin"
 MAX_PICKLE_BYTES = 8 << 30
-"""A larger file is refused: all of it is in memory while it is converted."""
+"""Larger files and tensors are refused: all of them are in memory while they are converted."""
 _METADATA = "__metadata__"
 """What safetensors files have beside tensors."""
+_ZIP_MAGIC = b"PK\x03\x04"
 _SHOWN = 200
 
 
@@ -41,7 +43,13 @@ class PrivateCopy:
         """Makes the directory, not the file."""
         directory = tempfile.mkdtemp(prefix="pagedlora-")
         self.path = os.path.join(directory, name)
-        self._remove = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        self._remove = weakref.finalize(self, _remove, directory, os.getpid())
+
+
+def _remove(directory: str, owner: int) -> None:
+    """Removes it, unless this is a child of the process that made it and reads from it."""
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def convert_pickle(file: IO[bytes], path: str, name: str) -> PrivateCopy:
@@ -63,11 +71,15 @@ def convert_pickle(file: IO[bytes], path: str, name: str) -> PrivateCopy:
 
 
 def load_pickle(file: IO[bytes], path: str) -> dict[Any, Any]:
-    """What a pickle of tensors has by name, as far as it is known; see `convert_pickle`."""
+    """What a pickle of tensors has by name, as far as it is known; see `convert_pickle`.
+
+    Of its tensors none is larger than what it is a view of, and all together are within the limit.
+    """
     try:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > MAX_PICKLE_BYTES:
             raise _error(path, f"has {size_bytes} bytes, over the limit of {MAX_PICKLE_BYTES}")
+        _check_unpacked(file, size_bytes, path)
         content = _unpickle(file, path)
     except AdapterFormatError:
         raise
@@ -77,6 +89,14 @@ def load_pickle(file: IO[bytes], path: str) -> dict[Any, Any]:
         ) from error
     if not isinstance(content, dict):
         raise _error(path, f"has a {type(content).__name__} instead of tensors by name")
+    for name, tensor in content.items():
+        if is_dense(tensor) and tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise _error(
+                path,
+                f"has {name!r:.80} of {tensor.nbytes} bytes, made of "
+                f"{tensor.untyped_storage().nbytes()}: save it with contiguous()",
+            )
+    _check_total(content, path)
     return content
 
 
@@ -104,7 +124,7 @@ def keep_tensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    own = _own_tensors(tensors, path)
+    own = own_tensors(tensors, path)
     try:
         copy = PrivateCopy(name)
         save_file(own, copy.path, metadata)
@@ -114,9 +134,54 @@ def keep_tensors(
             path=path,
             errno=getattr(error, "errno", None) or errno.EIO,
         ) from error
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RuntimeError) as error:
         raise _error(path, f"has what no safetensors file can have: {error!s:.{_SHOWN}}") from None
     return copy
+
+
+def own_tensors(tensors: object, path: str) -> dict[str, torch.Tensor]:
+    """The same on the CPU, each in memory of its own, as safetensors needs them.
+
+    Raises:
+        AdapterFormatError: Something is no tensor with values, or has no name; or all are too much.
+    """
+    import torch
+
+    if not isinstance(tensors, Mapping):
+        raise _error(path, f"is a {type(tensors).__name__}: tensors by name are needed")
+    try:
+        given = dict(tensors.items())  # what changes meanwhile was checked as it is copied
+    except RuntimeError as error:
+        raise _error(path, f"changed while they were read: {error!s:.{_SHOWN}}") from None
+    for name, tensor in given.items():
+        if not isinstance(name, str) or name == _METADATA or not is_dense(tensor):
+            raise _error(
+                path,
+                f"has {name!r:.80}, a {type(tensor).__name__}: dense tensors with their values in "
+                "memory are needed",
+            )
+    _check_total(given, path)
+    try:
+        return {
+            name: tensor.detach()
+            .as_subclass(torch.Tensor)
+            .cpu()
+            .clone(memory_format=torch.contiguous_format)
+            for name, tensor in given.items()
+        }
+    except (RuntimeError, MemoryError) as error:  # torch has no error of its own
+        raise _error(path, f"cannot be copied: {error!s:.{_SHOWN}}") from None
+
+
+def is_dense(tensor: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor whose values lie in memory as its shape and strides say."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_nested:
+        return False
+    # Wrappers of other tensors (distributed, masked, fake, packed) have no memory of their own.
+    is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return not (is_wrapper or tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
 
 
 def _unpickle(file: IO[bytes], path: str) -> object:
@@ -127,19 +192,32 @@ def _unpickle(file: IO[bytes], path: str) -> object:
     except OSError:
         raise
     except Exception as error:  # torch.load has no error of its own
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _error(path, f"is not a pickle of tensors alone: {reason:.{_SHOWN}}") from None
 
 
-def _own_tensors(tensors: Mapping[Any, Any], path: str) -> dict[str, torch.Tensor]:
-    """The same on the CPU, each in memory of its own, as safetensors needs them."""
-    import torch
+def _check_unpacked(file: IO[bytes], size_bytes: int, path: str) -> None:
+    """Refuses records that are compressed or overlap, as in bombs, and never by `torch.save`."""
+    if file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                unpacked = sum(record.file_size for record in archive.infolist())
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+            raise _error(path, f"is not a pickle of tensors alone: {error!s:.{_SHOWN}}") from None
+        if unpacked > size_bytes:
+            raise _error(
+                path,
+                f"has {size_bytes} bytes, which unpack to {unpacked}: save it with torch.save(), "
+                "which does not compress",
+            )
+    file.seek(0)
 
-    for name, tensor in tensors.items():
-        is_tensor = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        if not isinstance(name, str) or name == _METADATA or not is_tensor or tensor.is_meta:
-            raise _error(path, f"has {name!r:.80}, a {type(tensor).__name__}: dense tensors needed")
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+def _check_total(tensors: Mapping[Any, Any], path: str) -> None:
+    """Refuses views that are more together than the limit: each gets memory of its own."""
+    total = sum(tensor.nbytes for tensor in tensors.values() if is_dense(tensor))
+    if total > MAX_PICKLE_BYTES:
+        raise _error(path, f"has tensors of {total} bytes, over the limit of {MAX_PICKLE_BYTES}")
 
 
 def _error(path: str, problem: str) -> AdapterFormatError:

@@ -223,10 +223,7 @@ def _make_vectors(
 
 
 def _check_vector(tensor: StoredTensor, length: int, path: str) -> None:
-    if tensor.dtype not in DTYPES:
-        raise tensor_error(
-            path, tensor.name, f"has dtype {tensor.dtype}: F32, F16 and BF16 are possible"
-        )
+    _check_dtype(tensor, path)
     if tensor.shape != [length]:
         raise tensor_error(path, tensor.name, f"has shape {tensor.shape}: lora_B needs [{length}]")
 
@@ -283,10 +280,7 @@ def _check_dtype(tensor: StoredTensor, path: str) -> None:
 
 
 def _check_matrix(tensor: StoredTensor, path: str) -> None:
-    if tensor.dtype not in DTYPES:
-        raise tensor_error(
-            path, tensor.name, f"has dtype {tensor.dtype}: F32, F16 and BF16 are possible"
-        )
+    _check_dtype(tensor, path)
     shape = tensor.shape
     if 0 in shape:
         raise tensor_error(path, tensor.name, f"is empty, shape {shape}; {_ZERO_3}")

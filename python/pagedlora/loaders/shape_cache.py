@@ -1,7 +1,8 @@
 """What parsing gives, shared by adapters of one shape, so that 10,000 start in seconds.
 
-Two adapters have one shape if the used fields of their configurations are equal, their weights
-files have equal headers, byte by byte, and equal sizes. All that parsing gives follows from these.
+Two adapters have one shape if they came in the same way, the used fields of their configurations
+are equal, and their weights files have equal headers, byte by byte, and equal sizes. All that
+parsing gives follows from these.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ class ShapeCache:
             self._shapes.clear()
 
 
-def shape_key(config: PeftLoraConfig, file: SourceFile) -> bytes | None:
+def shape_key(form: str, config: PeftLoraConfig, file: SourceFile) -> bytes | None:
     """What two adapters of one shape have in common; reads the header's bytes.
 
     Args:
+        form: How the names in the header are to be read.
         config: Of the adapter.
         file: Its weights.
 
@@ -83,7 +85,7 @@ def shape_key(config: PeftLoraConfig, file: SourceFile) -> bytes | None:
     size_bytes = file.identity.size_bytes
     if size_bytes < _LENGTH_BYTES:
         return None
-    digest = hashlib.sha256(repr((config.key(), size_bytes)).encode(errors="surrogatepass"))
+    digest = hashlib.sha256(repr((form, config.key(), size_bytes)).encode(errors="surrogatepass"))
     with file.open() as read:
         length = b"".join(bytes(piece) for piece in read(0, _LENGTH_BYTES))
         header_bytes = int.from_bytes(length, "little")

@@ -52,12 +52,16 @@ _QUICK = {".lora_A.weight": TensorKind.A, ".lora_B.weight": TensorKind.B}
 """What nearly all names end in: no expression is needed for them."""
 _QUICK_LENGTH = len(".lora_A.weight")
 
+_MAX_CHARACTERS = 1000
+"""Of a name. Wrappers are taken away one by one, in time that grows with the square of it."""
+
 _UNSUPPORTED = {
     TensorKind.MODULE_BIAS: "trained biases of the base model are not supported: use bias='none'",
     TensorKind.WHOLE: "a whole weight would replace the base model's (modules_to_save, or an "
     "embedding that was saved because tokens were added), which is not supported: train LoRA on "
     "that module instead, without new tokens",
-    TensorKind.UNKNOWN: "it is neither lora_A.weight nor lora_B.weight of a module",
+    TensorKind.UNKNOWN: "it is neither lora_A.weight nor lora_B.weight of a module, with a name of "
+    f"up to {_MAX_CHARACTERS} characters",
 }
 """Why a tensor of that kind cannot be used. To support a kind: take it out, and pair it in
 `rows.py`."""
@@ -87,6 +91,8 @@ class TensorName(NamedTuple):
 def split_name(name: str) -> TensorName:
     """Takes a tensor's name apart; what it is not used for has `TensorKind.UNKNOWN`."""
     kind = _QUICK.get(name[-_QUICK_LENGTH:])
+    if len(name) > _MAX_CHARACTERS:
+        return TensorName(name, TensorKind.UNKNOWN, "", name)
     if kind is not None:
         module, adapter = name[:-_QUICK_LENGTH], ""
     else:

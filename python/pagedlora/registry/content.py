@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pagedlora import _core
-from pagedlora.errors import warn_caller
 from pagedlora.loaders.coverage import CoverageReport
 from pagedlora.loaders.digest import RowTable, content_digest
 from pagedlora.loaders.hf import PeftDirectory, make_plan
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
-from pagedlora.loaders.open_adapter import AdapterSource, open_adapter
+from pagedlora.loaders.open_adapter import AdapterSource, open_adapter, warn_of
 from pagedlora.loaders.shape_cache import AdapterShape, ShapeCache, shape_key
 from pagedlora.loaders.values import ValueCheck
 from pagedlora.registry.base_model import BaseModel
@@ -96,8 +95,7 @@ def parse_adapter(
     directory = open_adapter(source, options)
     real_path = source.real_path()
     parsed = parse_opened(directory, real_path, table, options, shapes=shapes, base=base)
-    for note in parsed[0].report.ignored:
-        warn_caller(f"adapter '{source.path}': {note}")
+    warn_of(parsed[0].report.ignored, source)
     return parsed
 
 
@@ -137,7 +135,8 @@ def _shape_of(
     directory: PeftDirectory, table: ModuleTable, shapes: ShapeCache | None
 ) -> AdapterShape:
     """What the adapter has in common with others, parsed if that was not done lately."""
-    key = None if shapes is None else shape_key(directory.config, directory.file)
+    form = type(directory).__name__  # each has a `bind` of its own
+    key = None if shapes is None else shape_key(form, directory.config, directory.file)
     shape = None if shapes is None or key is None else shapes.find(key)
     if shape is None:
         adapter = directory.bind(table)

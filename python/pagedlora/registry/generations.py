@@ -32,6 +32,8 @@ MAX_RETIRED = 16
 """While so many generations are retired, no reload retires another one."""
 _MAX_SOURCES = 16
 """Files of one generation that are kept, to be read if the others disappear."""
+_MAX_COPIES = 2
+"""Of these, files that this process made itself: they stay, and each takes room on the disk."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +65,7 @@ class Generation:
         num_pages: Pages it takes in either tier.
         sources: What its task is read from.
         files: Those in `sources`.
-        copies: Keep those of them there that were made from pickles.
+        copies: Keep those of them there that this process made, but for that of `content`.
         digest: Of the content; None until it was read.
         names: That stand for it.
         last_name: The last one that did.
@@ -93,27 +95,29 @@ class Generation:
     def can_replace(self, content: AdapterContent) -> bool:
         """Whether it stays readable if `content`, of the same digest, is given up for it.
 
-        It does if the file can become another source of it, or one of its own is still there. Asks
+        It does if the file is or can become a source of it, or one of its own is still there. Asks
         the file system; the caller holds no lock.
         """
-        if self._is_laid_out_as(content):
+        if content.file in self.files or self._can_add(content):
             return True
         return any(file.is_unchanged() for file in tuple(self.files))
 
     def add_source(self, content: AdapterContent) -> None:
         """Makes the file of an adapter of the same digest another source, if the plan fits it."""
-        if content.file in self.files or not self._is_laid_out_as(content):
-            return
-        if len(self.files) == _MAX_SOURCES:
+        if content.file in self.files or not self._can_add(content):
             return
         self.sources.add(content.source)
         self.files.append(content.file)
         if content.copy is not None:
             self.copies.append(content.copy)
 
-    def _is_laid_out_as(self, content: AdapterContent) -> bool:
+    def _can_add(self, content: AdapterContent) -> bool:
+        """Whether the file of `content` can become another source: the plan fits, there is room."""
+        num_copies = len(self.copies) + (self.content.copy is not None)
+        has_room = content.copy is None or num_copies < _MAX_COPIES
         same_size = content.source.size_bytes == self.sources.size_bytes
-        return same_size and self.content.rows.is_laid_out_as(content.rows)
+        is_laid_out_so = same_size and self.content.rows.is_laid_out_as(content.rows)
+        return is_laid_out_so and has_room and len(self.files) < _MAX_SOURCES
 
 
 class GenerationTable:

@@ -16,6 +16,7 @@ from pagedlora.errors import (
 )
 from pagedlora.registry.generations import Generation, GenerationTable, Use
 from pagedlora.registry.host_pins import HostPins
+from pagedlora.registry.lora_dir import MAX_NAME_BYTES
 
 if TYPE_CHECKING:
     from typing import Any
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from pagedlora.peft_cache import PeftCacheManager
 
 _SHOWN_OWNERS = 10
+
+
+def check_name(name: object) -> None:
+    """Raises InvalidArgumentError if no adapter can have that name."""
+    size = len(name.encode(errors="surrogatepass")) if isinstance(name, str) else 0
+    if not 1 <= size <= MAX_NAME_BYTES:
+        raise InvalidArgumentError(
+            f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
+        )
 
 
 @dataclass(eq=False, slots=True)

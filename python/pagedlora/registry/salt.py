@@ -10,7 +10,17 @@ from pagedlora.loaders.module_table import ModuleTable
 
 
 def base_identity(table: ModuleTable, base_model_id: str) -> bytes:
-    """Tells base models apart: by the given id, the modules' names and sizes, and the dtype."""
+    """Tells base models apart: by the given id, the modules' names and sizes, and the dtype.
+
+    Raises:
+        InvalidArgumentError: The id is no text.
+    """
+    try:
+        base_model_id.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise InvalidArgumentError(
+            f"base_model_id is {base_model_id!r:.80}: it must be text"
+        ) from error
     parts = [base_model_id, table.config.dtype.name]
     for name in table.names:
         sizes = table.sizes[name]
