@@ -2,9 +2,11 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,6 +21,9 @@
 
 namespace pagedlora::cuda {
 namespace {
+
+// How often it is asked whether another thread's capture of a graph has ended.
+constexpr std::chrono::milliseconds kLookAgain{1};
 
 class CudaDevice final : public Device {
  public:
@@ -98,7 +103,13 @@ std::shared_ptr<const PageUse> CudaDevice::launched_work(void* stream) {
 }
 
 void CudaDevice::wait_for_all() noexcept {
-  const cudaError_t result = cudaDeviceSynchronize();
+  cudaError_t result = cudaDeviceSynchronize();
+  while (result ==
+         cudaErrorStreamCaptureUnsupported) {  // some thread captures a graph: it will end
+    cudaGetLastError();
+    std::this_thread::sleep_for(kLookAgain);
+    result = cudaDeviceSynchronize();
+  }
   if (!gpu_->succeeded(result, "cudaDeviceSynchronize")) {
     gpu_->die(result, "cudaDeviceSynchronize");  // nobody knows what is still read
   }

@@ -97,7 +97,7 @@ void PeftCacheManager::read_task(
   }
   try {
     std::optional<internal::HostCopy> copy;
-    if (tier == Tier::device && !device_.pool().device()->is_host_memory()) {
+    if (tier == Tier::device && !device_.pool().device()->is_cpu_readable()) {
       copy.emplace(pages->view(), *device_.pool().device());
     }
     TaskPages view = copy ? copy->view() : pages->view();

@@ -28,7 +28,7 @@ def test_pages_on_the_gpu_are_those_of_the_host_bit_for_bit(
 ) -> None:
     config = LoraModelConfig.from_module(build_tiny_model("llama"), dtype=dtype)
     cache = PeftCacheManager(
-        config, PeftCacheConfig(device_cache_size="1MiB", host_cache_size="8MiB"), device="cuda"
+        config, PeftCacheConfig(device_cache_size="320KiB", host_cache_size="8MiB"), device="cuda"
     )
     adapters = LoraManager(config, cache)
     try:

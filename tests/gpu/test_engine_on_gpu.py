@@ -52,7 +52,7 @@ def test_half_precision_runs(dtype: torch.dtype, adapters_of: AdaptersOf) -> Non
     with open_bench("qwen2", adapters_of("qwen2"), dtype=dtype, device="cuda") as bench:
         answers = bench.ask(cases)
     assert all(torch.isfinite(answer.logits).all() for answer in answers)
-    assert_answers_differ(cases, answers)
+    assert len({tuple(answer.tokens) for answer in answers}) > 1
 
 
 def test_the_model_is_given_back_on_its_gpu(adapters_of: AdaptersOf) -> None:

@@ -38,6 +38,7 @@ class OneAdapter:
 def make_processor(tokenizer: Any = None, max_model_tokens: int | None = None) -> RequestProcessor:
     loaded = LoadedModel(
         model=nn.Identity(),
+        device=torch.device("cpu"),
         tokenizer=tokenizer,
         dtype=torch.float32,
         eos_token_ids=frozenset(),

@@ -30,7 +30,7 @@ def admit(model: nn.Module) -> ModelSpec:
     Takes well under five seconds plus one forward of three tokens.
 
     Args:
-        model: A causal language model on the CPU; given back as it was.
+        model: A causal language model, all of it on one device; given back as it was.
 
     Returns:
         The shapes of its attention layers.
@@ -54,9 +54,12 @@ def _refusal_of_class(model: nn.Module) -> str | None:
         return "its class keeps its own attention and does not take another (attention backends)"
     if model.get_output_embeddings() is None:
         return "it has no language-model head"
-    devices = {parameter.device.type for parameter in model.parameters()}
-    if devices != {"cpu"}:
-        return f"its weights are on {sorted(devices)}; this engine computes on the CPU"
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        return (
+            f"its weights are on {', '.join(sorted(map(str, devices)))}; the engine computes on "
+            "the CPU or on one GPU"
+        )
     return None
 
 

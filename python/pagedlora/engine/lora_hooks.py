@@ -162,7 +162,10 @@ class _EmbeddingHook(_Hook):
 
 def _factor(module: nn.Module) -> float:
     """By which some embeddings scale what they look up; PEFT scales what it adds as well."""
-    return float(getattr(module, "embed_scale", 1.0))
+    number = getattr(
+        module, "scalar_embed_scale", None
+    )  # beside a tensor, which a GPU would wait for
+    return float(getattr(module, "embed_scale", 1.0) if number is None else number)
 
 
 def _bias(module: nn.Module, dtype: torch.dtype) -> torch.Tensor | None:

@@ -9,11 +9,13 @@ layer (slots, masks) is made once per step and uploaded once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pagedlora.engine.attention import AttentionCall
 from pagedlora.engine.kv_tensors import KvTensors
@@ -195,11 +197,26 @@ def _attend(
     if call.softcap or call.sinks is not None:
         attended = _explicit(folded, key, value, mask, call)
     else:
-        attended = functional.scaled_dot_product_attention(
-            folded, key, value, attn_mask=mask, scale=call.scaling
-        )
+        with _chosen_kernel(folded):
+            attended = functional.scaled_dot_product_attention(
+                folded, key, value, attn_mask=mask, scale=call.scaling
+            )
     by_query_head = attended.reshape(n, num_kv_heads, shared, q, -1)
     return by_query_head.permute(0, 3, 1, 2, 4).reshape(n, q, num_heads, -1)
+
+
+def _chosen_kernel(query: torch.Tensor) -> AbstractContextManager[None]:
+    """Which of torch's kernels a GPU takes.
+
+    In float32 the plain one, as others round products to TF32. In half precision not cuDNN, which
+    plans for each number of keys anew.
+    """
+    if query.device.type == "cpu":
+        return nullcontext()
+    plain = SDPBackend.MATH
+    backends = [plain] if query.dtype is torch.float32 else [SDPBackend.EFFICIENT_ATTENTION, plain]
+    chosen: AbstractContextManager[None] = sdpa_kernel(backends)
+    return chosen
 
 
 def _explicit(
