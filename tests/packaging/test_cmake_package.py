@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -73,22 +72,33 @@ def test_the_example_links_the_cuda_component_where_the_build_has_it(build: Path
     assert result.stdout.splitlines()[0] == support["state"]
 
 
+HEADERS_PROJECT = """\
+cmake_minimum_required(VERSION 3.26)
+project(headers LANGUAGES CXX)
+find_package(pagedlora REQUIRED)
+file(GLOB sources "${CMAKE_CURRENT_SOURCE_DIR}/*.cc")
+add_library(headers OBJECT ${sources})
+target_compile_options(headers PRIVATE -fsyntax-only -Wall -Wextra -Wpedantic -Werror)
+target_link_libraries(headers PRIVATE pagedlora::core)
+if(TARGET pagedlora::cuda)
+  target_link_libraries(headers PRIVATE pagedlora::cuda)
+endif()
+"""
+
+
 def test_every_public_header_can_be_included_alone(prefix: str, tmp_path: Path) -> None:
     include = Path(prefix) / "include"
     headers = sorted(str(path.relative_to(include)) for path in include.rglob("*.h"))
     assert len(headers) > 20
-    sources = []
     for number, header in enumerate(headers):
-        source = tmp_path / f"header_{number}.cc"
-        source.write_text(f"#include <{header}>\n")
-        sources.append(source)
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler is not None
-    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
-    result = subprocess.run(
-        [compiler, *flags, f"-I{include}", *sources], capture_output=True, text=True, check=False
+        (tmp_path / f"header_{number}.cc").write_text(f"#include <{header}>\n")
+    (tmp_path / "CMakeLists.txt").write_text(HEADERS_PROJECT)
+    configured = configure(tmp_path, tmp_path / "build", prefix)
+    assert configured.returncode == 0, configured.stdout + configured.stderr
+    built = subprocess.run(
+        ["cmake", "--build", tmp_path / "build"], capture_output=True, text=True, check=False
     )
-    assert result.returncode == 0, result.stderr
+    assert built.returncode == 0, built.stdout + built.stderr
 
 
 def test_an_unknown_component_is_named(prefix: str, tmp_path: Path) -> None:
