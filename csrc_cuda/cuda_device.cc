@@ -92,14 +92,18 @@ std::shared_ptr<const PageUse> CudaDevice::launched_work(void* stream) {
     return nullptr;  // nothing runs on it, and nothing will be written
   }
   const CurrentGpu current(*gpu_);
+  std::shared_ptr<const PageUse> work;
   if (stream != nullptr && current.is_current()) {
     try {
-      return std::make_shared<StreamWork>(events_, static_cast<cudaStream_t>(stream));
-    } catch (const std::exception&) {  // no event to be had
+      work = std::make_shared<StreamWork>(events_, static_cast<cudaStream_t>(stream));
+    } catch (const std::exception&) {
+      work = nullptr;  // no event to be had
     }
   }
-  wait_for_all();
-  return nullptr;
+  if (work == nullptr) {
+    wait_for_all();
+  }
+  return work;
 }
 
 void CudaDevice::wait_for_all() noexcept {
