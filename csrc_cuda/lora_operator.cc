@@ -27,6 +27,7 @@ LoraTableCapacity capacity_for(const LoraModelConfig& config, const CudaLoraOpti
   }
   const auto rank = static_cast<std::uint32_t>(config.max_lora_rank());
   std::vector<RowShape> rows;
+  rows.reserve(config.modules().size());
   for (std::uint32_t module = 0; module < config.modules().size(); ++module) {
     rows.push_back({.module = {module}, .rank = rank});
   }
