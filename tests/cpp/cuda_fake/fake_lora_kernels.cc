@@ -31,7 +31,9 @@ class HostTables {
     LoraHeader header;
     std::memcpy(&header, base, sizeof(header));
     std::vector<LoraTile> tiles(header.num_tiles);
-    std::memcpy(tiles.data(), base + sizeof(header), tiles.size() * sizeof(LoraTile));
+    if (!tiles.empty()) {
+      std::memcpy(tiles.data(), base + sizeof(header), tiles.size() * sizeof(LoraTile));
+    }
     view_.base = base;
     for (const LoraTile& tile : tiles) {
       auto* entry = const_cast<LoraTaskEntry*>(
