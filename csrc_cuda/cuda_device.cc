@@ -22,8 +22,9 @@
 namespace pagedlora::cuda {
 namespace {
 
-// How often it is asked whether another thread's capture of a graph has ended.
+// How often it is asked whether another thread's capture of a graph has ended, and for how long.
 constexpr std::chrono::milliseconds kLookAgain{1};
+constexpr std::chrono::seconds kLongestCapture{10};
 
 class CudaDevice final : public Device {
  public:
@@ -107,9 +108,9 @@ std::shared_ptr<const PageUse> CudaDevice::launched_work(void* stream) {
 }
 
 void CudaDevice::wait_for_all() noexcept {
+  const auto end = std::chrono::steady_clock::now() + kLongestCapture;
   cudaError_t result = cudaDeviceSynchronize();
-  while (result ==
-         cudaErrorStreamCaptureUnsupported) {  // some thread captures a graph: it will end
+  while (result == cudaErrorStreamCaptureUnsupported && std::chrono::steady_clock::now() < end) {
     cudaGetLastError();
     std::this_thread::sleep_for(kLookAgain);
     result = cudaDeviceSynchronize();

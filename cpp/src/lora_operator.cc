@@ -278,9 +278,8 @@ void LoraOperator::check(const LoraBatch& batch, ModuleIndex module, ModuleKind 
     }
     if (!run.task.is_cpu_readable) {
       throw InvalidArgumentError(
-          "the adapters of this batch lie in a GPU's memory, which a LoraOperator cannot read: use "
-          "a "
-          "CudaLoraOperator, or a cache on the CPU");
+          "the adapters of this batch lie in a GPU's memory, which a LoraOperator cannot read; use "
+          "a CudaLoraOperator, or a cache on the CPU");
     }
     if (module.value >= run.task.layout->num_modules()) {
       throw InvalidArgumentError("module index " + std::to_string(module.value) +

@@ -283,5 +283,20 @@ TEST_F(CudaDeviceFailureTest, AtTheEndOfTheProcessEverythingIsQuiet) {
   EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
+TEST_F(CudaDeviceFailureTest, AnotherThreadsCaptureIsWaitedForAndKillsNothing) {
+  const auto device = make_cuda_device();
+  long call = 0;
+  for (; call < 20; ++call) {
+    fake_cuda::fail_call_after(call, cudaErrorStreamCaptureUnsupported);
+    EXPECT_EQ(device->launched_work(nullptr), nullptr);
+    if (!fake_cuda::has_failed()) {
+      break;
+    }
+  }
+  EXPECT_GT(call, 0) << "no wait met a capture";
+  fake_cuda::fail_call_after(fake_cuda::kNever, cudaSuccess);
+  EXPECT_GT(device->memory_info().total_bytes, 0U) << "the device is alive";
+}
+
 }  // namespace
 }  // namespace pagedlora

@@ -34,11 +34,6 @@ def parse_device(device: str) -> torch.device | None:
     return parsed
 
 
-def gpu_is_usable() -> bool:
-    """Whether both torch and the cache have a GPU."""
-    return torch.cuda.is_available() and _core.gpu_support()["state"] == "available"
-
-
 def gpu_index(device: torch.device) -> int:
     """The number of a GPU; torch's current one for "cuda"."""
     index = cast("int | None", device.index)

@@ -66,7 +66,7 @@ class LLM:
             peft_cache_config: Memory for adapters; None for the defaults.
             kv_cache_config: Memory for keys and values; None for the defaults.
             scheduler_config: What a step may hold; None for the defaults.
-            device: "auto" or "cpu".
+            device: "cpu", "cuda" or "cuda:N"; "auto": where a live module is, else the CPU.
             dtype: Of the weights when loading; "auto" is the model's own.
             enable_stats: Whether each step is recorded for `get_stats()`.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pagedlora.engine.devices import gpu_is_usable, parse_device
+from pagedlora.engine.devices import parse_device
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 
 _DTYPES = {
@@ -65,8 +65,8 @@ def load_model(
         model: A directory, a hub id or a live module.
         tokenizer: A tokenizer, or the directory or hub id of one. None: the one beside the
             model's files if there is one; without it prompts are token ids and texts are "".
-        device: "cpu", "cuda" or "cuda:N". "auto": where a live module is; for a path or hub id a
-            GPU if there is one, else the CPU.
+        device: "cpu", "cuda" or "cuda:N". "auto": where a live module is; for a path or hub id the
+            CPU, as long as the part for GPUs has not run on one.
         dtype: "auto" is the model's own; a live module is not converted.
 
     Raises:
@@ -79,7 +79,7 @@ def load_model(
     wanted = None if dtype == "auto" else parse_dtype(dtype)
     if not isinstance(model, nn.Module):
         source = _source(model)
-        place = place or (torch.device("cuda") if gpu_is_usable() else torch.device("cpu"))
+        place = place or torch.device("cpu")
         model = _from_pretrained(source, wanted).to(place)
         if tokenizer is None:
             tokenizer = _tokenizer_beside(source)

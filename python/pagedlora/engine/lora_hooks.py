@@ -162,9 +162,8 @@ class _EmbeddingHook(_Hook):
 
 def _factor(module: nn.Module) -> float:
     """By which some embeddings scale what they look up; PEFT scales what it adds as well."""
-    number = getattr(
-        module, "scalar_embed_scale", None
-    )  # beside a tensor, which a GPU would wait for
+    # Beside a tensor of the same value, which a GPU would have to be waited for.
+    number = getattr(module, "scalar_embed_scale", None)
     return float(getattr(module, "embed_scale", 1.0) if number is None else number)
 
 

@@ -40,5 +40,5 @@ class RowMap:
 
     def copy_from(self, other: RowMap) -> None:
         """Describes what another map does."""
-        for name in self.__slots__:
+        for name in RowMap.__slots__:
             setattr(self, name, getattr(other, name))
