@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pagedlora.engine.float32_products import full_float32
 from pagedlora.engine.paged_model import PagedModel
 from pagedlora.engine.probe import probe
 from pagedlora.engine.shrink import shrunk_config
@@ -156,8 +157,9 @@ def self_check(model: PreTrainedModel) -> None:
     try:
         small = _small_instance(model)
         prompts = _draw_prompts(small.config.vocab_size)
-        expected = _eager_logits(small, prompts)
-        results = _paged_logits(small, prompts)
+        with full_float32():
+            expected = _eager_logits(small, prompts)
+            results = _paged_logits(small, prompts)
     except PagedLoraError:
         raise
     except Exception as error:  # any failure of foreign model code means the same here
