@@ -9,9 +9,11 @@ PYBIND11_MODULE(_core, module) {
   register_layout(module);
   register_adapter(module);
   register_batch_lease(module);
+  register_lease_pages(module);
   register_fakes(module);
   register_gpu(module);
   register_peft_cache_manager(module);
+  register_pool_view(module);
   register_lora_operator(module);
   register_gpu_lora(module);
   register_paged_attention(module);

@@ -23,6 +23,7 @@ __all__: list[str] = [
     "FakeSource",
     "GpuLoraOperator",
     "LayoutParams",
+    "LeasePages",
     "LoraBatch",
     "LoraModelConfig",
     "LoraModule",
@@ -33,6 +34,7 @@ __all__: list[str] = [
     "PeftCacheManager",
     "PeftCacheStats",
     "PlannedRow",
+    "RowPages",
     "RowShape",
     "ScratchFile",
     "ScratchPiece",
@@ -42,6 +44,7 @@ __all__: list[str] = [
     "TensorSource",
     "TierStats",
     "build_info",
+    "device_pool_to_dlpack",
     "entry_transitions",
     "gpu_support",
     "make_cuda_device",
@@ -326,6 +329,57 @@ class BatchLease:
         """
     @property
     def is_open(self) -> bool: ...
+
+class RowPages:
+    """
+    Where a row of a leased adapter lies: addresses are the device tier's.
+
+    Slices are (first feature, features). A tile is (features, address).
+    """
+    @property
+    def a(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """
+        Blocks (ranks, tiles); a tile is [ranks, features], of an embedding
+        [features, ranks].
+        """
+    @property
+    def b(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """
+        Blocks (ranks, tiles); a tile is [features, ranks].
+        """
+    @property
+    def bias(self) -> list[tuple[int, int]]:
+        """
+        Tiles of float32; none without a bias.
+        """
+    @property
+    def dora_scale(self) -> list[tuple[int, int]]:
+        """
+        Likewise.
+        """
+    @property
+    def in_slice(self) -> tuple[int, int]: ...
+    @property
+    def out_slice(self) -> tuple[int, int]: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+
+class LeasePages:
+    """
+    Within `with`: a lease that cannot be closed, and where its rows lie.
+
+    Launch in the block what reads the pages; whoever closes the lease waits for its end.
+    Of one thread. Entering raises LeaseClosedError.
+    """
+    def __enter__(self) -> LeasePages: ...
+    def __exit__(self, *args: object) -> None: ...
+    def __init__(self, lease: BatchLease) -> None: ...
+    def rows(self, request_id: int, module_index: int) -> list[RowPages]:
+        """
+        The rows of the request's adapter for a module; none if it does not touch it.
+        """
 
 class Clock:
     pass
@@ -682,6 +736,15 @@ class PagedAttention:
 def build_info() -> dict[str, typing.Any]:
     """
     What this extension was built with, and which instruction set it uses here.
+    """
+
+def device_pool_to_dlpack(
+    manager: PeftCacheManager, cuda_ordinal: int | None
+) -> typing_extensions.CapsuleType:
+    """
+    The device tier's pages as a DLPack capsule of uint8, which keeps the manager.
+
+    cuda_ordinal says which GPU they are on; None: the CPU can read them.
     """
 
 def entry_transitions() -> list[tuple[str, str, str]]:
