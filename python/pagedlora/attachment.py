@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from pagedlora.engine import lora_hooks
+from pagedlora.engine.gpu_lora import GpuLoraSizes, current_stream
 from pagedlora.engine.lora_hooks import LoraHooks
-from pagedlora.engine.row_map import RowMap
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 from pagedlora.requests import LlmRequest
 
@@ -28,6 +28,9 @@ _request_ids = itertools.count(2**62)
 _KNOWN_TASKS = 256
 """Adapters of which it is remembered which modules they change."""
 _SHOWN_MODULES = 3
+_FIRST_ROWS = 1024
+_FIRST_TASKS = 16
+"""Of the tables on a GPU, which grow."""
 
 
 def attach(module: nn.Module, cache: PeftCacheManager, adapters: LoraManager) -> Attachment:
@@ -36,14 +39,17 @@ def attach(module: nn.Module, cache: PeftCacheManager, adapters: LoraManager) ->
     Outside of such blocks the module computes what it did before.
 
     Args:
-        module: On the CPU. Its weights are not touched; it gets hooks until `detach()`.
+        module: Where the cache's device tier is: on the CPU, or on one GPU. Its weights are not
+            touched; it gets hooks until `detach()`.
         cache: Made for `LoraModelConfig.from_module(module, ...)`: those modules carry adapters.
         adapters: A registry over that cache.
 
     Raises:
-        InvalidArgumentError: The module is not the one that the cache was made for, is attached
-            already, or belongs to an `LLM`; or the registry is another cache's.
-        UnsupportedModelError: Its weights are not on the CPU.
+        InvalidArgumentError: The module is not the one that the cache was made for, is elsewhere
+            than the cache's device tier, is attached already, or belongs to an `LLM`; or the
+            registry is another cache's.
+        UnsupportedModelError: Its weights are neither on the CPU nor on a GPU of CUDA.
+        GpuCallError: The GPU has no memory for the tables of a batch, for one.
     """
     return Attachment(module, cache, adapters)
 
@@ -55,6 +61,9 @@ class Attachment:
     a second block, or a call by another thread meanwhile, raises. Nobody else may be inside the
     module when a block opens. Several attachments may share a cache; their blocks may overlap if
     its `max_inflight_batches` allows as many.
+
+    On a GPU adapters are computed on torch's current stream, that of the module's own work. Whoever
+    calls modules of one block on several streams orders these, as torch asks for anyway.
     """
 
     def __init__(self, module: nn.Module, cache: PeftCacheManager, adapters: LoraManager) -> None:
@@ -64,13 +73,20 @@ class Attachment:
                 "the LoraManager was made for another cache: give it the same PeftCacheManager"
             )
         config = cache.model_config
-        _check_free(module, config)
+        self._device = _device_of(cache)
+        _check_free(module, config, self._device)
         self._cache = cache
         self._adapters = adapters
         self._lock = threading.Lock()
         self._block: _Block | None = None
         self._modules_of_task: dict[int, frozenset[str]] = {}
-        self._hooks: LoraHooks | None = LoraHooks(module, config, config.dtype)
+        self._hooks: LoraHooks | None = LoraHooks(
+            module,
+            config,
+            config.dtype,
+            gpu_sizes=_gpu_sizes(cache) if self._device.type == "cuda" else None,
+            samples_output=False,
+        )
         self._handles = [
             target.register_forward_pre_hook(
                 _BeforeModule(self, spec.name, spec.in_features), with_kwargs=True
@@ -113,7 +129,7 @@ class Attachment:
                 self._cache.add_request_peft(request)
             if requests:
                 lease = self._cache.ensure_batch(list(requests.values()), [])
-                undo.callback(lease.close)
+                undo.callback(self._close_lease, lease, block)
                 for error in lease.errors.values():
                     raise error
                 block.begin(
@@ -156,10 +172,17 @@ class Attachment:
     def _tell_hooks(self, name: str, rows: torch.Tensor, num_features: int) -> None:
         """Tells the hooks which rows of a module's input use which adapter."""
         block = self._block
-        if block is not None and self._hooks is not None:
-            row_map = block.row_map(name, rows, num_features)
-            for current in self._hooks.row_maps:
-                current.copy_from(row_map)
+        if block is None or self._hooks is None or block.lease is None:
+            return
+        tokens = block.check(name, rows, num_features, self._device)
+        shape = (tokens, current_stream(self._device))
+        if shape != block.shape:
+            block.shape = None  # until all is told
+            row_map, segments = self._hooks.row_map, [(user, tokens) for user in block.users]
+            row_map.set(block.lease, segments, block.batches.get(tokens))
+            block.batches[tokens] = row_map.batch
+            block.shape = shape
+            block.streams.add(shape[1])
 
     def _changed_modules(self, lease: _core.BatchLease, request: LlmRequest) -> frozenset[str]:
         """The modules that a request's adapter changes; a task stands for one content."""
@@ -189,45 +212,49 @@ class Attachment:
         with self._lock:
             self._block = None
             if self._hooks is not None:
-                for row_map in self._hooks.row_maps:
-                    row_map.clear()
+                self._hooks.row_map.clear()
+
+    def _close_lease(self, lease: _core.BatchLease, block: _Block) -> None:
+        """Behind what was launched in the block: on its stream, or if there were several, any."""
+        streams = block.streams or {current_stream(self._device)}
+        lease.close(streams.pop() if len(streams) == 1 else None)
 
 
 class _Block:
-    """One block of `rows`: who uses which row, for any number of tokens per row.
+    """One block of `rows`: who uses which row.
 
     Attributes:
         called: Names of the modules that were called in it.
+        lease: Holds the adapters; None if no row uses one.
+        users: Request of each row of the batch, None for the base model.
+        shape: What the hooks were told last: tokens per row of the batch, and the stream.
+        batches: By tokens per row, what the hooks were told before.
+        streams: On which there were calls; None is the CPU's.
     """
 
     def __init__(self, num_rows: int) -> None:
         """Without adapters, until `begin`."""
         self.called: set[str] = set()
+        self.lease: _core.BatchLease | None = None
+        self.users: list[int | None] = []
+        self.shape: tuple[int, int | None] | None = None
+        self.batches: dict[int, _core.LoraBatch | None] = {}
+        self.streams: set[int | None] = set()
         self._num_rows = num_rows
         self._thread = threading.get_ident()
-        self._lease: _core.BatchLease | None = None
-        self._users: list[int | None] = []
-        self._row_maps: dict[int, RowMap] = {}
 
     def begin(self, lease: _core.BatchLease, users: list[int | None]) -> None:
         """Rows have users from now on; `lease` holds them."""
-        self._lease = lease
-        self._users = users
+        self.lease = lease
+        self.users = users
 
-    def row_map(self, name: str, rows: torch.Tensor, num_features: int) -> RowMap:
-        """The map for an input of a module, or an empty one if no row uses an adapter."""
-        if self._lease is None:
-            return RowMap()
-        self._check(name, rows)
+    def check(self, name: str, rows: torch.Tensor, num_features: int, device: torch.device) -> int:
+        """Notes a call of a module; how many tokens its input has per row of the batch."""
+        self._check_call(name, rows, device)
         self.called.add(name)
-        tokens = rows.numel() // (self._num_rows * num_features)
-        row_map = self._row_maps.get(tokens)
-        if row_map is None:
-            row_map = self._row_maps[tokens] = RowMap()
-            row_map.set(self._lease, [(user, tokens) for user in self._users])
-        return row_map
+        return rows.numel() // (self._num_rows * num_features)
 
-    def _check(self, name: str, rows: torch.Tensor) -> None:
+    def _check_call(self, name: str, rows: torch.Tensor, device: torch.device) -> None:
         if threading.get_ident() != self._thread:
             raise InvalidArgumentError(
                 f"module '{name}' was called by another thread than the one whose block of rows() "
@@ -238,8 +265,11 @@ class _Block:
                 "gradients are on, and adapters' outputs have none: call the module under "
                 "torch.inference_mode() or torch.no_grad()"
             )
-        if rows.device.type != "cpu":
-            raise UnsupportedModelError(f"module '{name}' was called on {rows.device}: not the CPU")
+        if rows.device != device:
+            raise UnsupportedModelError(
+                f"module '{name}' was called on {rows.device}: it was attached on {device}, where "
+                "the adapters are"
+            )
         if rows.dim() == 0 or rows.shape[0] != self._num_rows:
             raise UnsupportedModelError(
                 f"module '{name}' was called with an input of shape {tuple(rows.shape)} where "
@@ -284,8 +314,17 @@ def _check_called(name: str, missing: frozenset[str]) -> None:
         )
 
 
-def _check_free(module: nn.Module, config: _core.LoraModelConfig) -> None:
-    """Raises unless all modules of `config` that there are may get hooks."""
+def _device_of(cache: PeftCacheManager) -> torch.device:
+    """Where the device tier lies; what is made for tests lies where the CPU can read."""
+    return torch.device(cache.device if cache.device.startswith("cuda") else "cpu")
+
+
+def _gpu_sizes(cache: PeftCacheManager) -> GpuLoraSizes:
+    return GpuLoraSizes(cache.core.layout_params, _FIRST_ROWS, _FIRST_TASKS)
+
+
+def _check_free(module: nn.Module, config: _core.LoraModelConfig, device: torch.device) -> None:
+    """Raises unless all modules of `config` that there are may get hooks, and are on the device."""
     for spec in config.modules:
         try:
             target = module.get_submodule(spec.name)
@@ -297,8 +336,14 @@ def _check_free(module: nn.Module, config: _core.LoraModelConfig) -> None:
                 f"module '{spec.name}' has adapters already: detach() it, or close its LLM, first"
             )
         for parameter in target.parameters(recurse=False):
-            if parameter.device.type != "cpu":
+            if parameter.device.type not in ("cpu", "cuda"):
                 raise UnsupportedModelError(
                     f"module '{spec.name}' is on {parameter.device}: adapters are computed on the "
-                    "CPU; move it with module.to('cpu')"
+                    "CPU or on a GPU of CUDA; move it with module.to('cpu')"
+                )
+            if parameter.device != device:
+                raise InvalidArgumentError(
+                    f"module '{spec.name}' is on {parameter.device}, and the cache's device tier "
+                    f"on {device}: make the cache with PeftCacheManager(..., "
+                    f"device='{parameter.device}'), or move the module with module.to('{device}')"
                 )

@@ -62,6 +62,7 @@ class PeftCacheManager:
             OutOfMemoryError: The system or the GPU does not have that much memory.
         """
         core_device = core_device_of(device)
+        self._device = "cpu" if core_device is None else core_device.name
         config = config or PeftCacheConfig()
         check_agreement(config, model_config)
         budgets = cache_budgets(config, model_config, free_bytes_of(core_device))
@@ -93,6 +94,11 @@ class PeftCacheManager:
     def model_config(self) -> _core.LoraModelConfig:
         """What it was made for."""
         return self._model_config
+
+    @property
+    def device(self) -> str:
+        """Where the device tier lies: "cpu", "cuda:N", or the name of a device made for tests."""
+        return self._device
 
     def add_request_peft(self, request: PeftRequest, try_gpu_cache: bool = True) -> None:
         """Makes the request an owner of its task and starts to load the task into the host tier.

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tests.support.peft_oracle import ADAPTERS, Answer, Case
+from tests.support.peft_oracle import (
+    ADAPTERS,
+    Answer,
+    Case,
+    PeftOracle,
+    assert_answers_differ,
+    assert_equal_to_peft,
+)
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model
 
 from pagedlora import (
@@ -174,3 +181,16 @@ def make_cases(family: str) -> list[Case]:
     cases = [Case(name, prompt) for name in (None, *ADAPTERS) for prompt in prompts]
     generator.shuffle(cases)
     return cases
+
+
+def assert_answers_as_peft(
+    family: str,
+    adapters_of: Callable[[str], dict[str, Path]],
+    oracle_of: Callable[[str], PeftOracle],
+) -> None:
+    """An engine with device room for the two largest adapters answers all cases as PEFT does."""
+    cases = make_cases(family)
+    with open_bench(family, adapters_of(family), device_adapters=2) as bench:
+        answers = bench.ask(cases)
+    assert_equal_to_peft(oracle_of(family), cases, answers)
+    assert_answers_differ(cases, answers)

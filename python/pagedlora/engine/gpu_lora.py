@@ -7,13 +7,14 @@ map, and the hooks' batch argument is not needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pagedlora import _core
 from pagedlora.engine.devices import gpu_index
+from pagedlora.engine.long_runs import LongRunOptions, LongRuns, Segments
 from pagedlora.engine.row_map import RowMap
 
 
@@ -25,15 +26,31 @@ class GpuLoraSizes:
         layout: Page and part sizes of the cache.
         max_rows: Tokens of a step.
         max_tasks: Adapters that are found without an upload; at least those of one step.
+        long_runs: Which runs torch computes by products of matrices; None: none.
     """
 
     layout: _core.LayoutParams
     max_rows: int
     max_tasks: int
+    long_runs: LongRunOptions | None = None
+
+    def for_batch(self, rows: int, tasks: int) -> GpuLoraSizes:
+        """These, or twice as large or more where the batch needs it."""
+        max_rows = self.max_rows if rows <= self.max_rows else max(rows, 2 * self.max_rows)
+        max_tasks = self.max_tasks if tasks <= self.max_tasks else max(tasks, 2 * self.max_tasks)
+        return replace(self, max_rows=max_rows, max_tasks=max_tasks)
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The number of torch's current stream; None on the CPU, which has none."""
+    return None if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 class GpuLora:
-    """The operator of one row map. Works on the current stream of torch."""
+    """The operator of one row map. Works on the stream that was current in `set_batch`.
+
+    Its tables are made again for a batch that they are too small for, which waits for the GPU.
+    """
 
     def __init__(
         self, config: _core.LoraModelConfig, sizes: GpuLoraSizes, device: torch.device
@@ -49,21 +66,44 @@ class GpuLora:
             GpuUnavailableError: There is no GPU, or it has failed.
             GpuCallError: It has not the memory, for one.
         """
-        ordinal = gpu_index(device)
-        self._device = torch.device("cuda", ordinal)
-        self._core = _core.GpuLoraOperator(
-            config,
+        self._config = config
+        self._device = torch.device("cuda", gpu_index(device))
+        self._sizes = sizes
+        self._core = self._make_core(sizes)
+        self._stream = 0
+
+    def _make_core(self, sizes: GpuLoraSizes) -> _core.GpuLoraOperator:
+        return _core.GpuLoraOperator(
+            self._config,
             sizes.layout,
             max_rows=sizes.max_rows,
             max_tasks=sizes.max_tasks,
-            ordinal=ordinal,
+            ordinal=self._device.index,
         )
-        self._stream = 0
 
-    def set_batch(self, lease: Any, segments: list[tuple[int | None, int]]) -> None:
-        """Uploads what the next calls need, on the stream that they will use."""
-        self._stream = torch.cuda.current_stream(self._device).cuda_stream
-        self._core.set_batch(lease, segments, self._stream)
+    def set_batch(self, lease: Any, segments: Segments) -> LongRuns | None:
+        """Uploads what the next calls need, on the stream that they will use.
+
+        Returns:
+            What the calls leave to torch.
+
+        Raises:
+            GpuUnavailableError: The GPU has failed.
+            GpuCallError: It has no memory for larger tables, for one.
+        """
+        stream = current_stream(self._device)
+        assert stream is not None
+        self._stream = stream
+        long_runs = None
+        if self._sizes.long_runs is not None:
+            long_runs, segments = self._sizes.long_runs.split(lease, segments)
+        users = {request for request, _ in segments if request is not None}
+        sizes = self._sizes.for_batch(sum(rows for _, rows in segments), len(users))
+        if sizes != self._sizes:
+            self._core = self._make_core(sizes)
+            self._sizes = sizes
+        self._core.set_batch(lease, segments, stream)
+        return long_runs
 
     def clear_batch(self) -> None:
         """Lets go of the lease."""
@@ -120,11 +160,12 @@ class GpuRowMap(RowMap):
         super().__init__()
         self._lora = lora
 
-    def set(self, lease: Any, segments: list[tuple[int | None, int]]) -> None:
+    def set(self, lease: Any, segments: Segments, batch: _core.LoraBatch | None = None) -> None:
         """See `RowMap.set`."""
-        super().set(lease, segments)
+        self.clear()
+        super().set(lease, segments, batch)
         if self.batch is not None:
-            self._lora.set_batch(lease, segments)
+            self.long_runs = self._lora.set_batch(lease, segments)
 
     def clear(self) -> None:
         """See `RowMap.clear`."""

@@ -121,6 +121,10 @@ class _LinearHook(_Hook):
             self._core_dtype,
             0 if bias is None else bias.data_ptr(),
         )
+        if self._row_map.long_runs is not None:
+            self._row_map.long_runs.add(
+                self._index, x.view(num_rows, -1), y.view(num_rows, -1), bias
+            )
         # A strided output was copied: the copy, with the adapters added, takes its place.
         return None if y is output else y
 
@@ -147,6 +151,7 @@ class _EmbeddingHook(_Hook):
             raise self._other_rows(num_rows)
         if y.dtype is not self._dtype:
             self._set_dtype(y.dtype)
+        factor = _factor(module)
         self._operator.apply_embedding(
             batch,
             self._index,
@@ -155,8 +160,12 @@ class _EmbeddingHook(_Hook):
             num_rows,
             self._out_features,
             self._core_dtype,
-            _factor(module),
+            factor,
         )
+        if self._row_map.long_runs is not None:
+            self._row_map.long_runs.add_embedding(
+                self._index, token_ids.view(-1), y.view(num_rows, -1), factor
+            )
         return None if y is output else y
 
 
@@ -182,6 +191,7 @@ class LoraHooks:
         weights_dtype: _core.Dtype,
         *,
         gpu_sizes: GpuLoraSizes | None = None,
+        samples_output: bool = True,
     ) -> None:
         """Puts a hook on every module of `config`.
 
@@ -190,15 +200,13 @@ class LoraHooks:
             config: Its modules, by their names in `model.named_modules()`.
             weights_dtype: Of the adapters in the cache.
             gpu_sizes: Of the tables, if the modules are on a GPU.
+            samples_output: Whether the output embedding gets the sampled rows alone.
 
         Raises:
             InvalidArgumentError: The model has no such module, of another size, or on a device that
                 these hooks do not compute on.
         """
-        get_output_embeddings: Callable[[], nn.Module | None] = getattr(
-            model, "get_output_embeddings", lambda: None
-        )
-        output_embeddings = get_output_embeddings()
+        output_embeddings = _output_embeddings(model) if samples_output else None
         modules = [_find_module(model, spec) for spec in config.modules]
         device = _device_of(modules, gpu_sizes)
         self._has_output_site = any(module is output_embeddings for module in modules)
@@ -253,15 +261,20 @@ class LoraHooks:
             self._sampled_rows.clear()
 
     @property
-    def row_maps(self) -> tuple[RowMap, RowMap]:
-        """What the hooks read: that of the output embedding last, that of all others first."""
-        return self._all_rows, self._sampled_rows
+    def row_map(self) -> RowMap:
+        """What the hooks read, but for that of an output embedding which gets the sampled rows."""
+        return self._all_rows
 
     def remove(self) -> None:
         """Takes all hooks off the model; idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    find: Callable[[], nn.Module | None] = getattr(model, "get_output_embeddings", lambda: None)
+    return find()
 
 
 def _device_of(modules: list[nn.Module], gpu_sizes: GpuLoraSizes | None) -> torch.device:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
+
+if TYPE_CHECKING:
+    from pagedlora.engine.long_runs import LongRuns
 
 
 class RowMap:
@@ -14,31 +17,37 @@ class RowMap:
         batch: The native table; None while no row uses an adapter, and between steps.
         num_rows: Rows that the table describes.
         needs_bias: Whether any adapter has DoRA, which needs the modules' own biases.
+        long_runs: Adds what the operator leaves to torch; None if that is nothing.
     """
 
-    __slots__ = ("batch", "needs_bias", "num_rows")
+    __slots__ = ("batch", "long_runs", "needs_bias", "num_rows")
 
     def __init__(self) -> None:
         self.batch: _core.LoraBatch | None = None
         self.num_rows = 0
         self.needs_bias = False
+        self.long_runs: LongRuns | None = None
 
-    def set(self, lease: Any, segments: list[tuple[int | None, int]]) -> None:
+    def set(
+        self,
+        lease: Any,
+        segments: list[tuple[int | None, int]],
+        batch: _core.LoraBatch | None = None,
+    ) -> None:
         """Describes a step.
 
         Args:
             lease: The step's lease; holds every request named.
             segments: Request id (None: base model) and number of rows, in row order.
+            batch: What this was for the same before, to be used again.
         """
         self.num_rows = sum(rows for _, rows in segments)
-        self.batch = _core.LoraBatch(lease, segments) if self.num_rows else None
+        if batch is None and self.num_rows:
+            batch = _core.LoraBatch(lease, segments)
+        self.batch = batch
         self.needs_bias = self.batch is not None and self.batch.has_dora_scales
 
     def clear(self) -> None:
         """Ends the step."""
         self.batch = None
-
-    def copy_from(self, other: RowMap) -> None:
-        """Describes what another map does."""
-        for name in RowMap.__slots__:
-            setattr(self, name, getattr(other, name))
+        self.long_runs = None

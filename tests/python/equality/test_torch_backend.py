@@ -6,8 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.equality_bench import FAMILIES, make_cases, open_bench
-from tests.support.peft_oracle import PeftOracle, assert_answers_differ, assert_equal_to_peft
+from tests.support.equality_bench import (
+    FAMILIES,
+    assert_answers_as_peft,
+    make_cases,
+    open_bench,
+)
+from tests.support.peft_oracle import PeftOracle, assert_equal_to_peft
 
 from pagedlora.engine import paged_model, torch_attention
 from pagedlora.engine.torch_attention import TorchAttention
@@ -24,11 +29,7 @@ def test_mixed_batches_answer_as_peft_does(
     adapters_of: Callable[[str], dict[str, Path]],
     oracle_of: Callable[[str], PeftOracle],
 ) -> None:
-    cases = make_cases(family)
-    with open_bench(family, adapters_of(family), device_adapters=2) as bench:
-        answers = bench.ask(cases)
-    assert_equal_to_peft(oracle_of(family), cases, answers)
-    assert_answers_differ(cases, answers)
+    assert_answers_as_peft(family, adapters_of, oracle_of)
 
 
 def test_a_mask_that_shows_too_much_is_noticed(
