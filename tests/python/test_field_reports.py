@@ -172,6 +172,8 @@ def test_a_local_path_is_taken_in_every_form(
 
 
 def open_files() -> int:
+    """How many are open, without those that the garbage of earlier tests holds."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -210,7 +212,7 @@ def test_a_long_life_of_loads_unloads_and_reloads_leaves_nothing_behind(
         tracemalloc.stop()
     # What others of the process do may add to one of them; a leak adds to each.
     assert min(growth) < 50 * ROUNDS, f"bytes that {ROUNDS} rounds have left: {growth}"
-    assert open_files() == files
+    assert open_files() <= files
     assert [info.name for info in manager.list()] == ["stays"]
     assert manager.retired() == ()
     assert small_cache.peft.resident_tasks("host") <= 1
