@@ -38,7 +38,7 @@ from pagedlora import (
 
 # ---- ranks and targets -------------------------------------------------------------------------
 
-ROUNDS = 50
+ROUNDS = 100
 """Of loads, reloads and unloads between two looks at the memory."""
 RANKS = (1, 2, 3, 5, 7, 8, 9, 12, 16, 31, 32, 33, 64, 96, 128, 256)
 
@@ -202,7 +202,7 @@ def test_a_long_life_of_loads_unloads_and_reloads_leaves_nothing_behind(
 
     tracemalloc.start()
     try:
-        live(ROUNDS)  # until everything is remembered that is remembered once
+        live(2 * ROUNDS)  # until everything is remembered that is remembered once
         files, growth = open_files(), []
         for _ in range(3):
             before = traced_bytes()
