@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 EXPECTED_SKIPS = Path(__file__).resolve().with_name("expected-skips.txt")
+SHOWN_LINES = 4
+SHOWN_COLUMNS = 200
 
 
 @dataclass
@@ -39,14 +41,24 @@ def read_expected_skips() -> dict[str, int]:
     return {pair[0]: int(pair[1]) for pair in pairs if pair}
 
 
+def describe(case: ET.Element, failure: ET.Element) -> str:
+    """Return the name of a case and the first lines of what it said."""
+    name = f"{case.get('classname', '')} {case.get('name', '')}"
+    lines = (failure.get("message") or failure.text or "").splitlines()[:SHOWN_LINES]
+    return "\n".join([name, *(f"    {line[:SHOWN_COLUMNS]}" for line in lines)])
+
+
 def count_cases(junit: Path) -> Count:
     """Count the cases of a file written by pytest or ctest; an expected failure has passed."""
     count = Count()
     for case in ET.parse(junit).getroot().iter("testcase"):
         skipped = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
+        failure = case.find("failure")
+        if failure is None:
+            failure = case.find("error")
+        if failure is not None:
             count.failed += 1
-            count.failed_cases.append(f"{case.get('classname', '')} {case.get('name', '')}")
+            count.failed_cases.append(describe(case, failure))
         elif skipped is not None and skipped.get("type") != "pytest.xfail":
             count.skipped += 1
         else:

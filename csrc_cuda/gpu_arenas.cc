@@ -6,11 +6,11 @@
 namespace pagedlora::cuda {
 namespace {
 
-constexpr std::size_t kAlignment = 4096;  // the runtime promises 256
+constexpr std::size_t kArenaAlignment = 4096;  // the runtime promises 256
 
 // nullptr if it does not fit.
 std::byte* aligned_within(void* begin, std::size_t bytes, std::size_t wanted_bytes) {
-  return static_cast<std::byte*>(std::align(kAlignment, wanted_bytes, begin, bytes));
+  return static_cast<std::byte*>(std::align(kArenaAlignment, wanted_bytes, begin, bytes));
 }
 
 }  // namespace
@@ -30,12 +30,12 @@ std::byte* GpuArenas::try_take_given(std::size_t bytes) {
 }
 
 std::byte* GpuArenas::try_allocate_own(std::size_t bytes) {
-  if (bytes > std::numeric_limits<std::size_t>::max() - kAlignment) {
+  if (bytes > std::numeric_limits<std::size_t>::max() - kArenaAlignment) {
     return nullptr;
   }
   const CurrentGpu current(gpu_);
   current.check();
-  const std::size_t allocated_bytes = bytes + kAlignment - 1;
+  const std::size_t allocated_bytes = bytes + kArenaAlignment - 1;
   void* allocation = nullptr;
   const cudaError_t result = cudaMalloc(&allocation, allocated_bytes);
   if (result == cudaErrorMemoryAllocation && !gpu_.succeeded(result, "cudaMalloc")) {

@@ -9,7 +9,7 @@ namespace {
 
 // A name from a file, fit for one line of a message: control characters replaced, and cut off
 // between two UTF-8 sequences if it is long.
-std::string quoted(const std::string& name) {
+std::string in_quotes(const std::string& name) {
   constexpr std::size_t kShownBytes = 200;
   std::size_t length = std::min(name.size(), kShownBytes);
   while (length < name.size() && length > 0 &&
@@ -45,7 +45,7 @@ std::string too_large_message(const std::string& tier, std::size_t needed_pages,
 
 std::string format_message(const std::string& path, const std::string& tensor,
                            const std::string& problem) {
-  const std::string place = tensor.empty() ? path : path + ": tensor " + quoted(tensor);
+  const std::string place = tensor.empty() ? path : path + ": tensor " + in_quotes(tensor);
   return place + ": " + problem;
 }
 
@@ -101,7 +101,7 @@ AdapterNotFoundError::AdapterNotFoundError(std::string file)
 
 AdapterPathError::AdapterPathError(std::string file, std::string directory,
                                    const std::string& problem)
-    : Error("the path " + quoted(file) + " is not below adapter_root " + quoted(directory) +
+    : Error("the path " + in_quotes(file) + " is not below adapter_root " + in_quotes(directory) +
             ": it " + problem + "; put the adapter into that directory, or give another one"),
       path(std::move(file)),
       root(std::move(directory)) {}

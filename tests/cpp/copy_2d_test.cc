@@ -1,5 +1,6 @@
 // copy_2d against a loop over dtype.h, for every pair of types and every variant.
 #include "pagedlora/copy_2d.h"
+#include "all_dtypes.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -21,6 +22,7 @@
 namespace pagedlora {
 namespace {
 
+using testing_support::kDtypes;
 using testing_support::usable_isas;
 
 constexpr std::byte kUntouched{0xEE};
@@ -266,8 +268,6 @@ std::string case_name(const ::testing::TestParamInfo<Copy2dTest::ParamType>& inf
   return std::string(dtype_name(source)) + "_to_" + std::string(dtype_name(target)) + "_" +
          std::string(isa_name(isa));
 }
-
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
 
 INSTANTIATE_TEST_SUITE_P(AllPairs, Copy2dTest,
                          ::testing::Combine(::testing::ValuesIn(kDtypes),

@@ -21,10 +21,10 @@ using testing_support::Arena;
 using testing_support::becomes_true;
 using testing_support::ComputeStream;
 using testing_support::HeldRead;
+using testing_support::kPage;
 using testing_support::pattern;
 using testing_support::thrown_by;
 
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kPages = 6;
 
 class CudaDeviceFailureTest : public ::testing::Test {

@@ -20,10 +20,9 @@ using testing_support::Arena;
 using testing_support::becomes_true;
 using testing_support::ComputeStream;
 using testing_support::HeldRead;
+using testing_support::kPage;
 using testing_support::pattern;
 using testing_support::thrown_by;
-
-constexpr std::size_t kPage = 4096;
 
 class CudaDeviceTest : public ::testing::Test {
  protected:

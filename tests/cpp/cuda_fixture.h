@@ -18,6 +18,8 @@
 
 namespace pagedlora::testing_support {
 
+inline constexpr std::size_t kPage = 4096;
+
 // Waits, by the system's clock, until it is true; false if it does not become so.
 inline bool becomes_true(const std::function<bool()>& condition) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 
+#include "all_dtypes.h"
 #include "fake_source.h"
 #include "lora_operator_fixture.h"
 #include "pagedlora/errors.h"
@@ -19,6 +20,8 @@ namespace {
 
 using testing_support::batch_of;
 using testing_support::FakeSource;
+using testing_support::kDtypes;
+using testing_support::kModule;
 using testing_support::load;
 using testing_support::Matrix;
 using testing_support::Rng;
@@ -29,9 +32,6 @@ using testing_support::thrown_by;
 using testing_support::uniform;
 using testing_support::unit_roundoff;
 using testing_support::usable_isas;
-
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
-constexpr ModuleIndex kModule{0};
 
 LoraModelConfig embedding_of(std::int64_t vocabulary, std::int64_t features) {
   return {{{"embed_tokens", -1, -1, vocabulary, features, ModuleKind::embedding}},

@@ -17,6 +17,9 @@
 
 namespace pagedlora::testing_support {
 
+// The only one of most configurations.
+inline constexpr ModuleIndex kModule{0};
+
 inline float load(const std::byte* at, Dtype dtype) {
   const auto as = [at]<class T>(T value) {
     std::memcpy(&value, at, sizeof(T));
@@ -42,6 +45,11 @@ inline double unit_roundoff(Dtype dtype) {
 using Rng = std::mt19937;
 
 inline float uniform(Rng& rng) { return std::uniform_real_distribution<float>(-1, 1)(rng); }
+
+// Both ends included.
+inline std::uint32_t pick(Rng& rng, std::uint32_t low, std::uint32_t high) {
+  return std::uniform_int_distribution<std::uint32_t>(low, high)(rng);
+}
 
 inline LoraModelConfig config_of(std::vector<std::pair<std::uint32_t, std::uint32_t>> in_out) {
   std::vector<LoraModule> modules;

@@ -1,4 +1,5 @@
 #include "pagedlora/lora_operator.h"
+#include "all_dtypes.h"
 
 #include <gtest/gtest.h>
 
@@ -16,13 +17,13 @@ using testing_support::Adapter;
 using testing_support::apply;
 using testing_support::batch_of;
 using testing_support::config_of;
+using testing_support::kDtypes;
 using testing_support::Matrix;
 using testing_support::Rng;
 using testing_support::rounding_bound;
 using testing_support::unit_roundoff;
 using testing_support::usable_isas;
 
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
 constexpr std::uint32_t kRanks[] = {1, 2, 3, 5, 8, 12, 16, 31, 33, 64};
 constexpr std::pair<std::uint32_t, std::uint32_t> kSizes[] = {
     {1, 1}, {1, 577}, {7, 17}, {17, 7}, {33, 33}, {33, 577}, {577, 1}, {577, 33}, {577, 577}};

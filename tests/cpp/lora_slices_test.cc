@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "all_dtypes.h"
 #include "lora_operator_fixture.h"
 #include "lora_reference.h"
 #include "pagedlora/lora_operator.h"
@@ -18,14 +19,13 @@ using testing_support::Adapter;
 using testing_support::apply;
 using testing_support::batch_of;
 using testing_support::config_of;
+using testing_support::kDtypes;
+using testing_support::kModule;
 using testing_support::load;
 using testing_support::Matrix;
 using testing_support::num_wrong_of_module;
 using testing_support::Rng;
 using testing_support::usable_isas;
-
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
-constexpr ModuleIndex kModule{0};
 
 // q, k and v of different ranks on one module of 96 -> 160 (q), 33 (k), 64 (v).
 const std::vector<RowShape> kSplitOnFused{

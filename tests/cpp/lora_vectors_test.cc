@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "all_dtypes.h"
 #include "lora_operator_fixture.h"
 #include "lora_reference.h"
 #include "pagedlora/errors.h"
@@ -18,13 +19,12 @@ using testing_support::Adapter;
 using testing_support::apply;
 using testing_support::batch_of;
 using testing_support::config_of;
+using testing_support::kDtypes;
+using testing_support::kModule;
 using testing_support::Matrix;
 using testing_support::num_wrong_of_module;
 using testing_support::Rng;
 using testing_support::usable_isas;
-
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
-constexpr ModuleIndex kModule{0};
 
 RowShape shape_of(std::uint32_t rank, bool has_bias, bool has_dora_scale, FeatureRange out = {}) {
   return {kModule, rank, {}, out, has_bias, has_dora_scale};

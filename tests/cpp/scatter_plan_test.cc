@@ -1,6 +1,7 @@
 // From source bytes to parts (design 3.2): whatever the shapes, tiles, chunk and order of tensors,
 // the parts hold exactly the narrowed values.
 #include "pagedlora/scatter_plan.h"
+#include "all_dtypes.h"
 
 #include <gtest/gtest.h>
 
@@ -24,6 +25,7 @@ namespace {
 
 using testing_support::config_of;
 using testing_support::FakeSource;
+using testing_support::kDtypes;
 using testing_support::load;
 using testing_support::Rng;
 using testing_support::seed_label;
@@ -146,8 +148,6 @@ void expect_scattered(const LoraModelConfig& config, const SourceBuilder& built,
     expect_content(second.view(), config, built, dtype);
   }
 }
-
-constexpr std::array kDtypes{Dtype::float32, Dtype::float16, Dtype::bfloat16};
 
 TEST(ScatterPlanTest, EveryPairOfTypesIsNarrowedExactly) {
   Rng rng(1);

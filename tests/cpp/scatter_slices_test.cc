@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "all_dtypes.h"
 #include "fake_source.h"
 #include "lora_operator_fixture.h"
 #include "pagedlora/errors.h"
@@ -18,14 +19,13 @@ namespace {
 
 using testing_support::config_of;
 using testing_support::FakeSource;
+using testing_support::kDtypes;
 using testing_support::load;
 using testing_support::Rng;
 using testing_support::seed_label;
 using testing_support::seeds;
 using testing_support::store;
 using testing_support::uniform;
-
-constexpr std::array kDtypes{Dtype::float32, Dtype::float16, Dtype::bfloat16};
 
 // A matrix [rows, columns] in a source, and the planned matrix for some of its rows and columns.
 struct Stored {

@@ -1,4 +1,5 @@
 #include "internal/value_check.h"
+#include "all_dtypes.h"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +14,7 @@
 namespace pagedlora::internal {
 namespace {
 
-constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::float16, Dtype::bfloat16};
+using testing_support::kDtypes;
 
 bool is_finite_in(float value, Dtype target) {
   switch (target) {

@@ -38,7 +38,7 @@ from pagedlora import (
 
 # ---- ranks and targets -------------------------------------------------------------------------
 
-ROUNDS = 50
+ROUNDS = 100
 """Of loads, reloads and unloads between two looks at the memory."""
 RANKS = (1, 2, 3, 5, 7, 8, 9, 12, 16, 31, 32, 33, 64, 96, 128, 256)
 
@@ -172,6 +172,8 @@ def test_a_local_path_is_taken_in_every_form(
 
 
 def open_files() -> int:
+    """How many are open, without those that the garbage of earlier tests holds."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -200,7 +202,7 @@ def test_a_long_life_of_loads_unloads_and_reloads_leaves_nothing_behind(
 
     tracemalloc.start()
     try:
-        live(ROUNDS)  # until everything is remembered that is remembered once
+        live(2 * ROUNDS)  # until everything is remembered that is remembered once
         files, growth = open_files(), []
         for _ in range(3):
             before = traced_bytes()
@@ -210,7 +212,7 @@ def test_a_long_life_of_loads_unloads_and_reloads_leaves_nothing_behind(
         tracemalloc.stop()
     # What others of the process do may add to one of them; a leak adds to each.
     assert min(growth) < 50 * ROUNDS, f"bytes that {ROUNDS} rounds have left: {growth}"
-    assert open_files() == files
+    assert open_files() <= files
     assert [info.name for info in manager.list()] == ["stays"]
     assert manager.retired() == ()
     assert small_cache.peft.resident_tasks("host") <= 1

@@ -19,6 +19,7 @@ namespace pagedlora::internal {
 
 inline constexpr int kLanes = 16;    // columns are handled in groups of this many floats
 inline constexpr int kKeyTile = 64;  // keys per tile
+inline constexpr float kMinusInfinity = -__builtin_inff();
 
 // c = row_scale * c + a b, summed over `depth` in ascending order. row_scale null: c = a b.
 struct RowProduct {

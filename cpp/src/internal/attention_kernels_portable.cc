@@ -1,14 +1,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "internal/attention_kernels.h"
 
 namespace pagedlora::internal {
 namespace {
-
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 template <class Element>
 void widen_rows(const void* const* rows, int num_rows, int dim, float* out,

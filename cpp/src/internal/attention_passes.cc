@@ -1,7 +1,6 @@
 #include "internal/attention_passes.h"
 
 #include <algorithm>
-#include <limits>
 #include <memory>
 
 #include "internal/attention_addressing.h"
@@ -13,7 +12,6 @@ using std::int64_t;
 using std::ptrdiff_t;
 using std::size_t;
 
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr size_t kCacheLineBytes = 64;
 
 // Query rows (a head of a token) handled in one pass over the keys: enough to hide the cost of

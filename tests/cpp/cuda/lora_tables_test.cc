@@ -22,6 +22,7 @@ namespace {
 using testing_support::Adapter;
 using testing_support::apply_on_host;
 using testing_support::config_of;
+using testing_support::kModule;
 using testing_support::LaunchOptions;
 using testing_support::Matrix;
 using testing_support::num_wrong_on_device;
@@ -33,8 +34,6 @@ using testing_support::unowned;
 
 using Change = LoraTables::Change;
 using Segments = std::vector<LoraTables::Segment>;
-
-constexpr ModuleIndex kModule{0};
 
 std::size_t bytes_of(const std::vector<Change>& changes) {
   std::size_t bytes = 0;

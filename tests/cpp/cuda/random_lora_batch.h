@@ -4,22 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "all_dtypes.h"
 #include "cuda/lora_kernel_fixture.h"
 
 namespace pagedlora::testing_support {
-
-inline constexpr std::array kDtypes{Dtype::float32, Dtype::float16, Dtype::bfloat16};
-inline constexpr ModuleIndex kModule{0};
-
-inline std::uint32_t pick(Rng& rng, std::uint32_t low, std::uint32_t high) {
-  return std::uniform_int_distribution<std::uint32_t>(low, high)(rng);
-}
 
 // Of parts, so that some are tiled; 0: no limit.
 inline std::size_t random_part_bytes(std::uint32_t most_features, Dtype weights, Rng& rng) {

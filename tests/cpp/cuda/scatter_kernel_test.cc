@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "all_dtypes.h"
 #include "body/scatter_rows.h"
 #include "cuda/run_on_host.h"
 #include "fake_source.h"
@@ -25,7 +26,9 @@ namespace pagedlora::cuda {
 namespace {
 
 using testing_support::FakeSource;
+using testing_support::kDtypes;
 using testing_support::load;
+using testing_support::pick;
 using testing_support::Rng;
 using testing_support::run_on_host;
 using testing_support::seed_label;
@@ -33,13 +36,8 @@ using testing_support::seeds;
 using testing_support::store;
 using testing_support::thrown_by;
 
-constexpr std::array kDtypes{Dtype::float32, Dtype::float16, Dtype::bfloat16};
 constexpr std::size_t kPageBytes = 4096;
 const auto kSeeds = static_cast<std::uint32_t>(testing_support::num_steps(150));
-
-std::uint32_t pick(Rng& rng, std::uint32_t low, std::uint32_t high) {
-  return std::uniform_int_distribution<std::uint32_t>(low, high)(rng);
-}
 
 // Memory aligned like an arena, at the given distance from that.
 class Bytes {

@@ -6,8 +6,6 @@
 namespace pagedlora::fake_cuda {
 namespace {
 
-Runtime& runtime() { return Runtime::get(); }
-
 template <class Value>
 void set(Value Runtime::* field, Value value) {
   const std::scoped_lock lock(runtime().mutex);

@@ -7,14 +7,13 @@
 #include "fake_runtime.h"
 
 using pagedlora::fake_cuda::Allocation;
+using pagedlora::fake_cuda::runtime;
 using pagedlora::fake_cuda::Runtime;
 using Lock = std::unique_lock<std::mutex>;
 
 namespace {
 
 constexpr std::size_t kMisalignment = 256;  // the least that the runtime promises
-
-Runtime& runtime() { return Runtime::get(); }
 
 std::byte* map_memory(std::size_t bytes, int protection) {
   void* memory =

@@ -117,4 +117,6 @@ class Runtime {
   Stream* legacy_ = nullptr;
 };
 
+inline Runtime& runtime() { return Runtime::get(); }
+
 }  // namespace pagedlora::fake_cuda

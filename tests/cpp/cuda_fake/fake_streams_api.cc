@@ -6,13 +6,12 @@
 
 using pagedlora::fake_cuda::Event;
 using pagedlora::fake_cuda::Mark;
+using pagedlora::fake_cuda::runtime;
 using pagedlora::fake_cuda::Runtime;
 using pagedlora::fake_cuda::Stream;
 using Lock = std::unique_lock<std::mutex>;
 
 namespace {
-
-Runtime& runtime() { return Runtime::get(); }
 
 Event* event_of(cudaEvent_t handle) {
   const auto found = runtime().events.find(reinterpret_cast<Event*>(handle));
