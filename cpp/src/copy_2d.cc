@@ -6,22 +6,32 @@
 #include "internal/copy_kernels.h"
 
 namespace pagedlora {
-namespace {
+namespace internal {
 
-internal::CopyKernel choose_kernel(Dtype source_dtype, Dtype target_dtype,
-                                   [[maybe_unused]] Isa isa) {
+CopyKernel copy_kernel(Dtype source_dtype, Dtype target_dtype, [[maybe_unused]] Isa isa) {
 #if defined(PAGEDLORA_HAVE_AVX512)
   if (isa == Isa::avx512) {
-    return internal::avx512_copy_kernel(source_dtype, target_dtype);
+    return avx512_copy_kernel(source_dtype, target_dtype);
   }
 #endif
 #if defined(PAGEDLORA_HAVE_AVX2)
   if (isa == Isa::avx2) {
-    return internal::avx2_copy_kernel(source_dtype, target_dtype);
+    return avx2_copy_kernel(source_dtype, target_dtype);
   }
 #endif
-  return internal::portable_copy_kernel(source_dtype, target_dtype);
+  return portable_copy_kernel(source_dtype, target_dtype);
 }
+
+// Streaming stores are weakly ordered: a release does not order them.
+void finish_copies() {
+#if defined(__SSE2__)
+  __builtin_ia32_sfence();
+#endif
+}
+
+}  // namespace internal
+
+namespace {
 
 template <class From, class To>
 bool transpose(const Transpose2d& copy) {
@@ -80,7 +90,10 @@ bool transpose_2d(const Transpose2d& copy, Dtype source_dtype, Dtype target_dtyp
 }
 
 bool copy_2d(std::span<const Copy2d> copies, Dtype source_dtype, Dtype target_dtype, Isa isa) {
-  return choose_kernel(source_dtype, target_dtype, isa)(copies.data(), copies.size());
+  const bool fits =
+      internal::copy_kernel(source_dtype, target_dtype, isa)(copies.data(), copies.size());
+  internal::finish_copies();
+  return fits;
 }
 
 }  // namespace pagedlora

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "internal/checksum.h"
+#include "internal/copy_kernels.h"
 #include "internal/value_check.h"
 #include "pagedlora/copy_2d.h"
 #include "pagedlora/errors.h"
@@ -14,6 +15,17 @@ namespace {
 
 // Bytes between two matrices that are cheaper to read than to skip.
 constexpr std::uint64_t kMaxGapBytes = 4096;
+
+// What is summed up and then copied at a time, so that the L1 cache still has it for the copy.
+constexpr std::size_t kTileBytes = 16U << 10;
+
+// Copies are complete before the lock of their targets is released, however they end.
+struct CopiesEnd {
+  CopiesEnd() = default;
+  CopiesEnd(const CopiesEnd&) = delete;
+  CopiesEnd& operator=(const CopiesEnd&) = delete;
+  ~CopiesEnd() { internal::finish_copies(); }
+};
 
 class FixedTargets final : public ScatterTargets {
  public:
@@ -63,7 +75,9 @@ class ScatterPlan::CpuExecutor {
       }
     }
     if (!copies_.empty()) {
-      fits &= copy_2d(copies_, listed_.front().source_dtype, listed_.front().target_dtype);
+      const ScatterCopy& first = listed_.front();
+      fits &= internal::copy_kernel(first.source_dtype, first.target_dtype)(copies_.data(),
+                                                                            copies_.size());
     }
     return fits;
   }
@@ -116,8 +130,7 @@ class ScatterPlan::WindowBuilder {
       return false;
     }
     advance(matrix, segment);
-    const std::size_t before_last = (segment.num_rows - 1) * matrix.stride_bytes;
-    window.bytes = std::max(window.bytes, segment.at + before_last + segment.num_columns * element);
+    window.bytes = std::max(window.bytes, end_of(segment));
     window.segments.push_back(segment);
     return true;
   }
@@ -189,6 +202,34 @@ std::uint64_t ScatterPlan::source_bytes(std::size_t chunk_bytes) const {
   return bytes;
 }
 
+// Whole blocks of A, so that tiles make no more copies than segments would.
+ScatterPlan::Segment ScatterPlan::first_tile(const Segment& segment) {
+  return tile_from(segment, segment.row_begin);
+}
+
+// One without rows is behind the last one.
+ScatterPlan::Segment ScatterPlan::next_tile(const Segment& segment, const Segment& tile) {
+  return tile_from(segment, tile.row_begin + tile.num_rows);
+}
+
+ScatterPlan::Segment ScatterPlan::tile_from(const Segment& segment, std::uint32_t row) {
+  const std::size_t stride = segment.matrix->stride_bytes;
+  const auto blocks = static_cast<std::uint32_t>(kTileBytes / (stride * kMaxBlockRanks));
+  const std::uint32_t rows = std::max(blocks, 1U) * kMaxBlockRanks;
+  const std::uint32_t end =
+      std::min(row / kMaxBlockRanks * kMaxBlockRanks + rows, segment.row_begin + segment.num_rows);
+  Segment tile = segment;
+  tile.at = segment.at + (row - segment.row_begin) * stride;
+  tile.row_begin = row;
+  tile.num_rows = end - row;
+  return tile;
+}
+
+std::size_t ScatterPlan::end_of(const Segment& segment) {
+  return segment.at + (segment.num_rows - 1) * segment.matrix->stride_bytes +
+         segment.num_columns * element_bytes(segment.matrix->dtype);
+}
+
 ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
                                           std::span<std::byte> chunk, ScatterTargets& targets,
                                           std::size_t max_chunks) const {
@@ -203,19 +244,25 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
   for (std::size_t i = 0; i < max_chunks && windows.next(window); ++i) {
     const std::span<std::byte> bytes = chunk.first(window.bytes);
     reader.read(window.offset, bytes);
-    checksum.update(bytes);
     outcome.source_bytes += bytes.size();
     if (check_values_) {
       check_values(window, bytes, cache_dtype);
     }
     const ScatterTargets::Access access = targets.open();
     executor.aim_at(access);
+    const CopiesEnd copies_end;
+    internal::Checksum::Piece piece(checksum, bytes);
     for (const Segment& segment : window.segments) {
-      list(segment, cache_dtype, executor.list());
-      if (!executor.execute()) {
-        refuse_overflow(index_of(*segment.matrix));
+      for (Segment tile = first_tile(segment); tile.num_rows != 0;
+           tile = next_tile(segment, tile)) {
+        piece.add_up_to(end_of(tile));
+        list(tile, cache_dtype, executor.list());
+        if (!executor.execute()) {
+          refuse_overflow(index_of(*segment.matrix));
+        }
       }
     }
+    piece.finish();
   }
   outcome.checksum = checksum.value();
   return outcome;

@@ -132,6 +132,11 @@ class ScatterPlan {
   class WindowBuilder;
   class CpuExecutor;
 
+  static Segment first_tile(const Segment& segment);
+  static Segment next_tile(const Segment& segment, const Segment& tile);
+  static Segment tile_from(const Segment& segment, std::uint32_t row);
+  static std::size_t end_of(const Segment& segment);  // offset in the chunk
+
   void add(std::uint32_t row, Kind kind, const PlannedMatrix& matrix, std::uint32_t height,
            std::uint32_t width);
   void add(std::uint32_t row, Kind kind, const PlannedVector& vector, std::uint32_t length);

@@ -32,14 +32,22 @@ void portable_checksum_kernel(const std::byte* from, std::size_t num_lines, Chec
 
 Checksum::Checksum(Isa isa) : kernel_(choose_kernel(isa)) {}
 
-void Checksum::update(std::span<const std::byte> bytes) {
-  const std::size_t num_lines = bytes.size() / kChecksumLineBytes;
-  kernel_(bytes.data(), num_lines, sums_);
-  const std::span<const std::byte> rest = bytes.subspan(num_lines * kChecksumLineBytes);
+void Checksum::update(std::span<const std::byte> bytes) { Piece(*this, bytes).finish(); }
+
+void Checksum::Piece::add_up_to(std::size_t end) {
+  if (end >= done_ + kChecksumLineBytes) {
+    const std::size_t num_lines = (end - done_) / kChecksumLineBytes;
+    checksum_.kernel_(bytes_.data() + done_, num_lines, checksum_.sums_);
+    done_ += num_lines * kChecksumLineBytes;
+  }
+}
+
+void Checksum::Piece::finish() {
+  add_up_to(bytes_.size());
   std::array<std::byte, kChecksumLineBytes> last = {};
-  std::ranges::copy(rest, last.begin());
-  kernel_(last.data(), 1, sums_);
-  sums_.sums[0] += bytes.size();  // tells zeros at the end from none
+  std::ranges::copy(bytes_.subspan(done_), last.begin());
+  checksum_.kernel_(last.data(), 1, checksum_.sums_);
+  checksum_.sums_.sums[0] += bytes_.size();  // tells zeros at the end from none
 }
 
 std::uint64_t Checksum::value() const {

@@ -35,6 +35,22 @@ class Checksum {
 
   // Depends on the pieces in which the bytes are given.
   void update(std::span<const std::byte> bytes);
+
+  // The same in steps: whole lines of a piece as they come, then all of it.
+  class Piece {
+   public:
+    Piece(Checksum& checksum, std::span<const std::byte> bytes)
+        : checksum_(checksum), bytes_(bytes) {}
+    // With the lines that end at or before `end`, in bytes from the piece's first; those that were
+    // added before stay so.
+    void add_up_to(std::size_t end);
+    void finish();
+
+   private:
+    Checksum& checksum_;
+    std::span<const std::byte> bytes_;
+    std::size_t done_ = 0;
+  };
   std::uint64_t value() const;
 
  private:

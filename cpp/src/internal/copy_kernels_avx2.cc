@@ -250,9 +250,6 @@ bool copy_all(const Copy2d* copies, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     copy_rows<From, To>(copies[i], may_stream, overflowed);
   }
-  if (may_stream) {
-    _mm_sfence();  // streaming stores are weakly ordered: complete before the page is published
-  }
   return _mm256_testz_si256(overflowed, overflowed) != 0;
 }
 

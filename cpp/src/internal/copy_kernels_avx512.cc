@@ -304,9 +304,6 @@ bool copy_all(const Copy2d* copies, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     copy_rows<kSource, kTarget>(copies[i], may_stream, overflowed);
   }
-  if (may_stream) {
-    _mm_sfence();  // streaming stores are weakly ordered: complete before the page is published
-  }
   return overflowed == 0;
 }
 
