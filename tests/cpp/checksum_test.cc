@@ -41,6 +41,20 @@ TEST(Checksum, is_the_same_for_every_instruction_set) {
   }
 }
 
+TEST(Checksum, of_a_piece_does_not_depend_on_its_steps) {
+  std::mt19937 rng(1);
+  for (std::size_t size = 0; size < 1'000; ++size) {
+    const Bytes bytes = random_bytes(size, static_cast<std::uint32_t>(size));
+    Checksum checksum;
+    Checksum::Piece piece(checksum, bytes);
+    for (int step = 0; step < 4; ++step) {
+      piece.add_up_to(rng() % (size + 1));  // some of them have been added already
+    }
+    piece.finish();
+    EXPECT_EQ(checksum.value(), checksum_of(bytes)) << size << " bytes";
+  }
+}
+
 TEST(Checksum, changes_with_every_bit) {
   for (const std::size_t size : {1U, 63U, 64U, 65U, 200U}) {
     Bytes bytes = random_bytes(size, 1);
