@@ -17,7 +17,7 @@ namespace {
 constexpr std::uint64_t kMaxGapBytes = 4096;
 
 // What is summed up and then copied at a time, so that the L1 cache still has it for the copy.
-constexpr std::size_t kTileBytes = 16U << 10;
+constexpr std::size_t kHotBytes = 16U << 10;
 
 // Copies are complete before the lock of their targets is released, however they end.
 struct CopiesEnd {
@@ -214,7 +214,7 @@ ScatterPlan::Segment ScatterPlan::next_tile(const Segment& segment, const Segmen
 
 ScatterPlan::Segment ScatterPlan::tile_from(const Segment& segment, std::uint32_t row) {
   const std::size_t stride = segment.matrix->stride_bytes;
-  const auto blocks = static_cast<std::uint32_t>(kTileBytes / (stride * kMaxBlockRanks));
+  const auto blocks = static_cast<std::uint32_t>(kHotBytes / (stride * kMaxBlockRanks));
   const std::uint32_t rows = std::max(blocks, 1U) * kMaxBlockRanks;
   const std::uint32_t end =
       std::min(row / kMaxBlockRanks * kMaxBlockRanks + rows, segment.row_begin + segment.num_rows);
