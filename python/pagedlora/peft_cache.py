@@ -244,7 +244,8 @@ class PeftCacheManager:
         Raises:
             LoraCacheFullError: The absent adapters do not fit beside those of this batch that are
                 resident, and of other open leases; nothing was changed.
-            InvalidArgumentError: `max_inflight_batches` leases are open, more than one.
+            InvalidArgumentError: `max_inflight_batches` leases are open, more than one; or `stream`
+                is being captured into a CUDA graph, and the previous lease stays open.
         """
         requests = (*context_requests, *generation_requests)
         ids = [r.request_id for r in requests if self._has_adapter(r)]

@@ -139,6 +139,26 @@ TEST_F(CudaDeviceTest, EventsAreUsedAgain) {
   EXPECT_EQ(fake_cuda::live().events, 1U);
 }
 
+TEST_F(CudaDeviceTest, L2_AStreamThatIsBeingCapturedIsRefusedAndLeftAlone) {
+  const auto device = make_cuda_device();
+  const ComputeStream stream;
+  fake_cuda::begin_capture(stream.handle());
+  const auto error = thrown_by<InvalidArgumentError>([&] { device->launched_work(stream.get()); });
+  ASSERT_TRUE(error.has_value());
+  EXPECT_NE(std::string(error->what()).find("captured"), std::string::npos) << error->what();
+  EXPECT_EQ(fake_cuda::counts().device_synchronisations, 0U);
+  fake_cuda::end_capture(stream.handle());
+  EXPECT_NE(device->launched_work(stream.get()), nullptr);
+}
+
+TEST_F(CudaDeviceTest, L2_TheLegacyStreamIsRefusedWhileAStreamThatItWaitsForIsCaptured) {
+  const auto device = make_cuda_device();
+  fake_cuda::fail_call_after(1, cudaErrorStreamCaptureImplicit);  // the question
+  EXPECT_THROW(device->launched_work(cudaStreamLegacy), InvalidArgumentError);
+  EXPECT_TRUE(fake_cuda::has_failed());
+  EXPECT_NE(device->launched_work(cudaStreamLegacy), nullptr);
+}
+
 TEST_F(CudaDeviceTest, WorkOfAnotherGpuIsNotQueuedBehind) {
   fake_cuda::set_num_gpus(2);
   const auto first = make_cuda_device({.ordinal = 0});
@@ -192,6 +212,39 @@ TEST_F(CudaDeviceTest, ADriverWithoutBatchesIsAskedOnce) {
   device->copy_from_host(scattered(content.data(), arena.begin(), 16));
   EXPECT_EQ(fake_cuda::counts().batches, 0U);
   EXPECT_EQ(fake_cuda::counts().single_copies, 32U);
+}
+
+TEST_F(CudaDeviceTest, AShortCopyThatIsSoonOverIsNotSleptFor) {
+  fake_cuda::answer_polls_late();
+  const auto device = make_cuda_device();
+  const Arena arena(device, kPage);
+  const std::vector<std::byte> content = pattern(kPage, 1);
+  write(*device, arena.begin(), content);
+  EXPECT_EQ(read(*device, arena.begin()), content);
+  EXPECT_EQ(fake_cuda::counts().event_waits, 0U);
+}
+
+TEST_F(CudaDeviceTest, AShortCopyThatTakesLongIsSleptFor) {
+  const auto device = make_cuda_device();
+  const Arena arena(device, kPage);
+  const std::vector<std::byte> content = pattern(kPage, 1);
+  fake_cuda::copies().close();
+  std::thread writer([&] { write(*device, arena.begin(), content); });
+  EXPECT_TRUE(becomes_true([] { return fake_cuda::counts().event_waits == 1; }));
+  EXPECT_GT(fake_cuda::counts().polls, 0U);
+  fake_cuda::copies().open();
+  writer.join();
+  EXPECT_EQ(read(*device, arena.begin()), content);
+}
+
+TEST_F(CudaDeviceTest, ALongCopyIsNotPolledFor) {
+  constexpr std::size_t kBytes = std::size_t{16} << 20U;
+  const auto device = make_cuda_device();
+  const Arena arena(device, kBytes);
+  const std::vector<std::byte> content(kBytes);
+  write(*device, arena.begin(), content);
+  EXPECT_EQ(fake_cuda::counts().polls, 0U);
+  EXPECT_EQ(fake_cuda::counts().event_waits, 1U);
 }
 
 TEST_F(CudaDeviceTest, FreeMemoryIsWhatArenasLeave) {

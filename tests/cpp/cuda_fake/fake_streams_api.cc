@@ -35,6 +35,19 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  const Lock lock(runtime().mutex);
+  if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
+    return error;
+  }
+  const Stream* stream = runtime().stream_of(handle);
+  if (stream == nullptr) {
+    return runtime().failed(cudaErrorInvalidResourceHandle);
+  }
+  *status = stream->is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned int flags) {
   const Lock lock(runtime().mutex);
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
@@ -138,14 +151,19 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
-  const Lock lock(runtime().mutex);
+  Lock lock(runtime().mutex);
   runtime().check_beside_captures();
-  if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
-    return error;
-  }
   const Event* event = event_of(handle);
-  const bool is_over = event == nullptr || event->last == nullptr || event->last->reached;
-  return is_over ? cudaSuccess : runtime().failed(cudaErrorNotReady);
+  const std::shared_ptr<Mark> mark = event == nullptr ? nullptr : event->last;
+  const auto is_over = [&] { return mark == nullptr || mark->reached; };
+  if (runtime().polls_are_late) {
+    runtime().wait_for(lock, is_over);
+  }
+  if (!is_over() && runtime().broken == cudaSuccess) {
+    ++runtime().counts.polls;
+    return runtime().failed(cudaErrorNotReady);
+  }
+  return runtime().enter();
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
@@ -154,6 +172,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
     return error;
   }
+  ++runtime().counts.event_waits;
   const Event* event = event_of(handle);
   const std::shared_ptr<Mark> mark = event == nullptr ? nullptr : event->last;
   runtime().wait_for(lock, [&] { return mark == nullptr || mark->reached; });
