@@ -42,6 +42,7 @@ struct Counts {
   std::size_t single_copies = 0;
   std::size_t batches = 0;
   std::size_t copied_runs = 0;  // singly and in batches
+  std::size_t copied_bytes = 0;
   std::size_t stream_waits = 0;
   std::size_t device_synchronisations = 0;
 };

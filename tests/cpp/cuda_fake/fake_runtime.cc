@@ -210,6 +210,7 @@ cudaError_t Runtime::push_copy(Stream& stream, void* target, const void* source,
     return failed(cudaErrorInvalidValue);
   }
   ++counts.copied_runs;
+  counts.copied_bytes += bytes;
   if (to_gpu && allocation_of(source, bytes) == nullptr) {
     // Memory that is not pinned is read before the call returns, as the real runtime stages it.
     const auto* begin = static_cast<const std::byte*>(source);

@@ -1,4 +1,5 @@
 // The runtime's functions for streams, events and copies, as csrc_cuda calls them.
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -188,6 +189,23 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
   ++runtime().counts.single_copies;
   Stream* stream = runtime().usable_stream(handle);
   return runtime().push_copy(*stream, target, source, bytes, kind);
+}
+
+cudaError_t cudaMemsetAsync(void* target, int value, std::size_t bytes, cudaStream_t handle) {
+  const Lock lock(runtime().mutex);
+  if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
+    return error;
+  }
+  Stream* stream = runtime().usable_stream(handle);
+  if (stream == nullptr || runtime().allocation_of(target, bytes) == nullptr) {
+    runtime().violate("memory is set that was not allocated so");
+    return runtime().failed(cudaErrorInvalidValue);
+  }
+  runtime().push(*stream, {[to = runtime().backing_of(target), value, bytes] {
+                             std::memset(to, value, bytes);
+                           },
+                           nullptr, nullptr});
+  return cudaSuccess;
 }
 
 #if CUDART_VERSION >= 12080
