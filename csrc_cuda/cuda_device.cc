@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -44,6 +45,9 @@ class CudaDevice final : public Device {
 
   MemoryInfo memory_info() const override {
     gpu_->check_alive();
+    if (const std::optional<MemoryInfo> given = arenas_.given_memory_info()) {
+      return *given;
+    }
     const CurrentGpu current(*gpu_);
     current.check();
     MemoryInfo info;
@@ -88,7 +92,7 @@ class CudaDevice final : public Device {
 
   std::shared_ptr<GpuContext> gpu_;
   std::string name_;
-  GpuArenas arenas_;
+  mutable GpuArenas arenas_;
   CopyLanes lanes_;
   CopyQueue copies_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(gpu_);
@@ -224,6 +228,9 @@ std::shared_ptr<Device> make_cuda_device(CudaDeviceOptions options) {
     gpu->check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     if (options.memory.bytes != 0) {
       check_is_of_gpu(options.memory, *gpu);
+      // Whoever gives it may have launched something that writes it, on a stream that ours do not
+      // wait for.
+      gpu->check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
   } catch (const GpuCallError& error) {
     throw GpuUnavailableError("cuda:" + std::to_string(options.ordinal) +

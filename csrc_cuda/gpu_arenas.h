@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "gpu_context.h"
@@ -22,6 +23,9 @@ class GpuArenas {
   // nullptr if there is no room. Throws as GpuContext::check.
   std::byte* try_allocate(std::size_t bytes);
   void deallocate(std::byte* arena) noexcept;
+
+  // Of given memory: its size, and what an arena can have of it now.
+  std::optional<MemoryInfo> given_memory_info();
 
  private:
   std::byte* try_take_given(std::size_t bytes);

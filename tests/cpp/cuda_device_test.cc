@@ -264,58 +264,6 @@ TEST_F(CudaDeviceTest, NoMoreIsPinnedThanMayBe) {
   EXPECT_EQ(host->try_allocate(600'000), nullptr);
 }
 
-TEST_F(CudaDeviceTest, ArenasMayLieInGivenMemoryOneAtATime) {
-  void* given = nullptr;
-  ASSERT_EQ(cudaMalloc(&given, 4 * kPage), cudaSuccess);
-  {
-    bool is_kept = true;
-    std::shared_ptr<void> owner(given, [&](void*) { is_kept = false; });
-    auto device = make_cuda_device({.memory = {given, 4 * kPage, std::move(owner)}});
-    EXPECT_EQ(device->try_allocate(4 * kPage), nullptr) << "it does not begin at a page";
-    {
-      const Arena arena(device, 3 * kPage);
-      ASSERT_NE(arena.begin(), nullptr);
-      EXPECT_EQ(device->try_allocate(1), nullptr);
-      const std::vector<std::byte> content = pattern(3 * kPage, 1);
-      write(*device, arena.begin(), content);
-      EXPECT_EQ(read(*device, arena.begin(), 3 * kPage), content);
-    }
-    EXPECT_NE(Arena(device, 3 * kPage).begin(), nullptr) << "given back";
-    EXPECT_TRUE(is_kept);
-    device.reset();
-    EXPECT_FALSE(is_kept);
-  }
-  ASSERT_EQ(cudaFree(given), cudaSuccess);
-}
-
-TEST_F(CudaDeviceTest, GivenMemoryIsGivenBackOnlyWhenNothingRunsOnIt) {
-  void* given = nullptr;
-  ASSERT_EQ(cudaMalloc(&given, 4 * kPage), cudaSuccess);
-  const auto device = make_cuda_device({.memory = {given, 4 * kPage, nullptr}});
-  const ComputeStream stream;
-  std::byte* arena = device->try_allocate(kPage);
-  HeldRead kernel(stream, arena, kPage);
-  std::thread helper([&] {
-    becomes_true([&] { return fake_cuda::counts().device_synchronisations == 1; });
-    kernel.gate.open();
-  });
-  device->deallocate(arena, kPage);
-  EXPECT_TRUE(kernel.is_over());
-  helper.join();
-  ASSERT_EQ(cudaFree(given), cudaSuccess);
-}
-
-TEST_F(CudaDeviceTest, GivenMemoryMustBeThatOfTheGpu) {
-  fake_cuda::set_num_gpus(2);
-  void* of_first = nullptr;
-  ASSERT_EQ(cudaMalloc(&of_first, kPage), cudaSuccess);
-  std::vector<std::byte> of_cpu(kPage);
-  EXPECT_THROW(make_cuda_device({.ordinal = 1, .memory = {of_first, kPage, nullptr}}),
-               InvalidArgumentError);
-  EXPECT_THROW(make_cuda_device({.memory = {of_cpu.data(), kPage, nullptr}}), InvalidArgumentError);
-  ASSERT_EQ(cudaFree(of_first), cudaSuccess);
-}
-
 TEST_F(CudaDeviceTest, WithoutAGpuItSaysWhatIsMissing) {
   fake_cuda::set_num_gpus(0);
   auto error = thrown_by<GpuUnavailableError>([] { make_cuda_device(); });

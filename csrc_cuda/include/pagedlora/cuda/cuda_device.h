@@ -31,7 +31,7 @@
 
 namespace pagedlora::cuda {
 
-// Memory of the GPU that somebody else allocated, such as a tensor of torch.
+// Memory of the GPU that somebody else allocated, such as a tensor of torch (dlpack_memory.h).
 struct GpuMemory {
   void* begin = nullptr;
   std::size_t bytes = 0;
@@ -40,7 +40,8 @@ struct GpuMemory {
 
 struct CudaDeviceOptions {
   int ordinal = 0;
-  // Where arenas come from: one at a time, of at most bytes - 4095. Empty: from the runtime.
+  // Where arenas come from: one at a time, of at most bytes - 4095. What has been launched on the
+  // GPU is waited for first. memory_info() is that of this memory then. Empty: from the runtime.
   GpuMemory memory{};
 };
 
