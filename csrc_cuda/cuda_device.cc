@@ -92,7 +92,7 @@ class CudaDevice final : public Device {
 
   std::shared_ptr<GpuContext> gpu_;
   std::string name_;
-  mutable GpuArenas arenas_;
+  GpuArenas arenas_;
   CopyLanes lanes_;
   CopyQueue copies_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(gpu_);

@@ -29,7 +29,7 @@ std::byte* GpuArenas::try_take_given(std::size_t bytes) {
   return given_arena_;
 }
 
-std::optional<MemoryInfo> GpuArenas::given_memory_info() {
+std::optional<MemoryInfo> GpuArenas::given_memory_info() const {
   if (memory_.bytes == 0) {
     return std::nullopt;
   }

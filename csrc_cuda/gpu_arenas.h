@@ -25,7 +25,7 @@ class GpuArenas {
   void deallocate(std::byte* arena) noexcept;
 
   // Of given memory: its size, and what an arena can have of it now.
-  std::optional<MemoryInfo> given_memory_info();
+  std::optional<MemoryInfo> given_memory_info() const;
 
  private:
   std::byte* try_take_given(std::size_t bytes);
@@ -33,7 +33,7 @@ class GpuArenas {
 
   GpuContext& gpu_;
   const GpuMemory memory_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::byte* given_arena_ = nullptr;                   // that is in use
   std::unordered_map<std::byte*, void*> allocations_;  // where each arena's allocation begins
 };

@@ -309,7 +309,7 @@ class BatchLease:
         Ends the hold once what is launched on the stream is done; idempotent.
 
         The stream is one of torch or its number. Without one a GPU is waited for as a whole. Raises
-        InvalidArgumentError, and leaves the lease open, if the stream is being captured into a graph.
+        InvalidArgumentError, and leaves the lease open, if the stream is being captured.
         """
     def get(self, request_id: int, default: typing.Any = None) -> typing.Any: ...
     def items(self) -> list[tuple[int, list[TaskLayerModuleConfig]]]: ...
