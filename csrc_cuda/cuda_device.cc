@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -26,6 +27,11 @@ namespace {
 constexpr std::chrono::milliseconds kLookAgain{1};
 constexpr std::chrono::seconds kLongestCapture{10};
 
+// A copy of fewer bytes is asked for whether it is over, for so long, before it is waited for: a
+// thread that sleeps takes tens of microseconds to wake up, about as long as the copy.
+constexpr std::size_t kShortCopyBytes = std::size_t{16} << 20U;
+constexpr std::chrono::microseconds kLongestPolling{500};
+
 class CudaDevice final : public Device {
  public:
   CudaDevice(std::shared_ptr<GpuContext> gpu, GpuMemory memory)
@@ -39,6 +45,9 @@ class CudaDevice final : public Device {
 
   MemoryInfo memory_info() const override {
     gpu_->check_alive();
+    if (const std::optional<MemoryInfo> given = arenas_.given_memory_info()) {
+      return *given;
+    }
     const CurrentGpu current(*gpu_);
     current.check();
     MemoryInfo info;
@@ -77,7 +86,9 @@ class CudaDevice final : public Device {
   void copy(std::span<const CopyRun> runs, cudaMemcpyKind kind, const PageUses& behind);
   void run_on(const CopyLanes::Lane& lane, std::span<const CopyRun> runs, cudaMemcpyKind kind,
               const PageUses& behind);
+  void wait_for(const CopyLanes::Lane& lane, std::size_t bytes);
   void wait_for_all() noexcept;
+  void check_is_not_captured(cudaStream_t stream);
 
   std::shared_ptr<GpuContext> gpu_;
   std::string name_;
@@ -87,7 +98,8 @@ class CudaDevice final : public Device {
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(gpu_);
 };
 
-// Called when a lease ends, which cannot fail: what cannot be told by an event is waited for.
+// What cannot be told by an event is waited for. On a stream that is being captured neither can be
+// done, and the capture may be the caller's: it is told so.
 std::shared_ptr<const PageUse> CudaDevice::launched_work(void* stream) {
   if (gpu_->is_dead()) {
     return nullptr;  // nothing runs on it, and nothing will be written
@@ -96,7 +108,10 @@ std::shared_ptr<const PageUse> CudaDevice::launched_work(void* stream) {
   std::shared_ptr<const PageUse> work;
   if (stream != nullptr && current.is_current()) {
     try {
+      check_is_not_captured(static_cast<cudaStream_t>(stream));
       work = std::make_shared<StreamWork>(events_, static_cast<cudaStream_t>(stream));
+    } catch (const InvalidArgumentError&) {
+      throw;
     } catch (const std::exception&) {
       work = nullptr;  // no event to be had
     }
@@ -105,6 +120,14 @@ std::shared_ptr<const PageUse> CudaDevice::launched_work(void* stream) {
     wait_for_all();
   }
   return work;
+}
+
+void CudaDevice::check_is_not_captured(cudaStream_t stream) {
+  if (is_captured(*gpu_, stream)) {
+    throw InvalidArgumentError("a stream of " + name_ +
+                               " is being captured into a graph, and cannot tell when its kernels "
+                               "are over: close the lease after the capture, or on another stream");
+  }
 }
 
 void CudaDevice::wait_for_all() noexcept {
@@ -151,6 +174,26 @@ void CudaDevice::run_on(const CopyLanes::Lane& lane, std::span<const CopyRun> ru
   }
   copies_.enqueue(runs, kind, lane.stream);
   gpu_->check(cudaEventRecord(lane.done, lane.stream), "cudaEventRecord");
+  std::size_t bytes = 0;
+  for (const CopyRun& run : runs) {
+    bytes += run.bytes;
+  }
+  wait_for(lane, bytes);
+}
+
+void CudaDevice::wait_for(const CopyLanes::Lane& lane, std::size_t bytes) {
+  if (bytes < kShortCopyBytes) {
+    const auto end = std::chrono::steady_clock::now() + kLongestPolling;
+    do {
+      const cudaError_t result = cudaEventQuery(lane.done);
+      if (result != cudaErrorNotReady) {
+        gpu_->check(result, "cudaEventQuery");
+        return;
+      }
+      cudaGetLastError();
+      std::this_thread::yield();
+    } while (std::chrono::steady_clock::now() < end);
+  }
   gpu_->check(cudaEventSynchronize(lane.done), "cudaEventSynchronize");
 }
 
@@ -185,6 +228,9 @@ std::shared_ptr<Device> make_cuda_device(CudaDeviceOptions options) {
     gpu->check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     if (options.memory.bytes != 0) {
       check_is_of_gpu(options.memory, *gpu);
+      // Whoever gives it may have launched something that writes it, on a stream that ours do not
+      // wait for.
+      gpu->check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
   } catch (const GpuCallError& error) {
     throw GpuUnavailableError("cuda:" + std::to_string(options.ordinal) +

@@ -29,6 +29,18 @@ std::byte* GpuArenas::try_take_given(std::size_t bytes) {
   return given_arena_;
 }
 
+std::optional<MemoryInfo> GpuArenas::given_memory_info() const {
+  if (memory_.bytes == 0) {
+    return std::nullopt;
+  }
+  const std::byte* first = aligned_within(memory_.begin, memory_.bytes, 1);
+  const std::size_t lost =
+      first == nullptr ? memory_.bytes
+                       : static_cast<std::size_t>(first - static_cast<std::byte*>(memory_.begin));
+  const std::scoped_lock lock(mutex_);
+  return MemoryInfo{given_arena_ != nullptr ? 0 : memory_.bytes - lost, memory_.bytes};
+}
+
 std::byte* GpuArenas::try_allocate_own(std::size_t bytes) {
   if (bytes > std::numeric_limits<std::size_t>::max() - kArenaAlignment) {
     return nullptr;

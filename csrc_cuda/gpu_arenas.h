@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 
 #include "gpu_context.h"
@@ -23,13 +24,16 @@ class GpuArenas {
   std::byte* try_allocate(std::size_t bytes);
   void deallocate(std::byte* arena) noexcept;
 
+  // Of given memory: its size, and what an arena can have of it now.
+  std::optional<MemoryInfo> given_memory_info() const;
+
  private:
   std::byte* try_take_given(std::size_t bytes);
   std::byte* try_allocate_own(std::size_t bytes);
 
   GpuContext& gpu_;
   const GpuMemory memory_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::byte* given_arena_ = nullptr;                   // that is in use
   std::unordered_map<std::byte*, void*> allocations_;  // where each arena's allocation begins
 };

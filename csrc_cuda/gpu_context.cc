@@ -89,6 +89,17 @@ CurrentGpu::~CurrentGpu() {
 
 void CurrentGpu::check() const { gpu_.check(result_, "cudaSetDevice"); }
 
+bool is_captured(GpuContext& gpu, cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t result = cudaStreamIsCapturing(stream, &status);
+  if (result == cudaErrorStreamCaptureImplicit) {  // the legacy stream, which waits for all others
+    cudaGetLastError();
+    return true;
+  }
+  gpu.check(result, "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 void make_current(GpuContext& gpu) {
   int current = 0;
   gpu.check(cudaGetDevice(&current), "cudaGetDevice");

@@ -80,6 +80,11 @@ class CurrentGpu {
   bool was_changed_ = false;
 };
 
+// Whether what is given to the stream becomes part of a graph, or would meddle with one that is being
+// captured on another: then nobody can be told when it is over. The GPU must be current. Throws as
+// GpuContext::check.
+bool is_captured(GpuContext& gpu, cudaStream_t stream);
+
 // Makes the GPU current on this thread for good. To change back would make the runtime set up the
 // other GPU, with hundreds of megabytes, on a thread that never meant to use it.
 void make_current(GpuContext& gpu);

@@ -7,6 +7,7 @@
 #include "gpu_context.h"
 #include "pagedlora/cuda/lora_kernels.h"
 #include "pagedlora/errors.h"
+#include "upload_stage.h"
 
 namespace pagedlora::cuda {
 namespace {
@@ -87,9 +88,15 @@ CudaLoraOperator::CudaLoraOperator(std::shared_ptr<const LoraModelConfig> config
   const LoraTablesView view = tables_.view(nullptr);
   rank_space_ = std::make_unique<DeviceBuffer>(
       *gpu_, std::size_t{view.max_tokens} * view.max_blocks * kMaxBlockRanks * sizeof(float));
+  const CurrentGpu current(*gpu_);
+  current.check();
+  stage_ = std::make_unique<UploadStage>(*gpu_, view.tasks);
 }
 
-CudaLoraOperator::~CudaLoraOperator() = default;
+CudaLoraOperator::~CudaLoraOperator() {
+  const CurrentGpu current(*gpu_);
+  stage_.reset();
+}
 
 std::size_t CudaLoraOperator::device_bytes() const {
   return table_->bytes() + rank_space_->bytes();
@@ -98,6 +105,9 @@ std::size_t CudaLoraOperator::device_bytes() const {
 void CudaLoraOperator::set_batch(std::span<const Segment> segments, void* stream) {
   gpu_->check_alive();
   clear_batch();
+  const CurrentGpu current(*gpu_);
+  current.check();
+  check_is_not_captured(stream);
   ++batch_;
   segments_.clear();
   std::uint32_t num_rows = 0;
@@ -166,22 +176,46 @@ bool CudaLoraOperator::forget_oldest() {
   return true;
 }
 
-// From memory that is not pinned: the runtime has taken the bytes when a call returns, and writes
-// them in the stream's order.
+void CudaLoraOperator::check_is_not_captured(void* stream) {
+  if (is_captured(*gpu_, as_stream(stream))) {
+    throw InvalidArgumentError(
+        "set_batch() on a stream of cuda:" + std::to_string(gpu_->ordinal()) +
+        " that is being captured into a graph, whose launches would all be of this batch: call it "
+        "before the capture, and before each launch of the graph");
+  }
+}
+
 void CudaLoraOperator::upload(void* stream) {
-  const CurrentGpu current(*gpu_);
-  current.check();
   std::vector<LoraTables::Change> changes = tables_.take_changes();
   if (std::exchange(is_stale_, true)) {
     changes = {{0, tables_.bytes().size()}};
   }
+  if (!is_zeroed_) {
+    gpu_->check(cudaMemsetAsync(table_->begin(), 0, table_->bytes(), as_stream(stream)),
+                "cudaMemsetAsync");
+    is_zeroed_ = true;
+  }
   for (const LoraTables::Change& change : changes) {
-    gpu_->check(
-        cudaMemcpyAsync(table_->begin() + change.offset, tables_.bytes().data() + change.offset,
-                        change.bytes, cudaMemcpyHostToDevice, as_stream(stream)),
-        "cudaMemcpyAsync");
+    upload(change, stream);
   }
   is_stale_ = false;
+}
+
+// The batch goes by the stage. The rest is rare, and goes from memory that is not pinned: the runtime
+// has taken the bytes when a call returns, and writes them in the stream's order.
+void CudaLoraOperator::upload(const LoraTables::Change& change, void* stream) {
+  const std::size_t end = change.offset + change.bytes;
+  const std::size_t staged_end = std::clamp(stage_->bytes(), change.offset, end);
+  const std::byte* from = tables_.bytes().data();
+  if (staged_end > change.offset) {
+    stage_->upload({from + change.offset, staged_end - change.offset},
+                   table_->begin() + change.offset, as_stream(stream));
+  }
+  if (end > staged_end) {
+    gpu_->check(cudaMemcpyAsync(table_->begin() + staged_end, from + staged_end, end - staged_end,
+                                cudaMemcpyHostToDevice, as_stream(stream)),
+                "cudaMemcpyAsync");
+  }
 }
 
 void CudaLoraOperator::check(ModuleIndex module, ModuleKind kind, std::uint32_t num_rows) const {

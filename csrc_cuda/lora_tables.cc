@@ -145,7 +145,6 @@ LoraTables::LoraTables(const LoraTableCapacity& capacity, Dtype weights)
       residency_room_(tasks_offset_ + tasks_bytes(capacity) + aligned(capacity.layout_bytes),
                       aligned(capacity.residency_bytes)),
       slots_(capacity.max_tasks),
-      changes_{{0, bytes_.size()}},
       tokens_of_slot_(capacity.max_tasks, 0) {
   // set_batch allocates nothing for its own tables, so that it cannot stop half-way.
   batch_slots_.reserve(capacity.max_tasks);

@@ -157,7 +157,8 @@ void register_lease(py::module_& module) {
           "stream"_a = py::none(),
           R"(Ends the hold once what is launched on the stream is done; idempotent.
 
-The stream is one of torch or its number. Without one a GPU is waited for as a whole.)")
+The stream is one of torch or its number. Without one a GPU is waited for as a whole. Raises
+InvalidArgumentError, and leaves the lease open, if the stream is being captured.)")
       .def("__enter__", [](std::shared_ptr<BatchLease> self) { return self; })
       .def("__exit__", [](BatchLease& self, const py::args&) {
         const py::gil_scoped_release release;

@@ -1,8 +1,10 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <utility>
 
 #ifdef PAGEDLORA_HAVE_CUDA
+#include "dlpack_argument.h"
 #include "pagedlora/cuda/cuda_device.h"
 #include "pagedlora/cuda/gpu_support.h"
 #endif
@@ -21,11 +23,17 @@ constexpr const char* kNoGpuPart =
     "this build of pagedlora has no GPU part: build it where nvcc is on PATH";
 #endif
 
-std::shared_ptr<Device> make_cuda_device_of_build(int ordinal) {
+std::shared_ptr<Device> make_cuda_device_of_build(int ordinal, const py::object& memory) {
 #ifdef PAGEDLORA_HAVE_CUDA
-  return cuda::make_cuda_device({.ordinal = ordinal});
+  cuda::CudaDeviceOptions options{.ordinal = ordinal};
+  if (!memory.is_none()) {
+    options.memory = dlpack_argument(memory, ordinal);
+  }
+  const py::gil_scoped_release release;
+  return cuda::make_cuda_device(std::move(options));
 #else
   static_cast<void>(ordinal);
+  static_cast<void>(memory);
   throw GpuUnavailableError(kNoGpuPart);
 #endif
 }
@@ -59,10 +67,7 @@ Returns state ("available", "built without CUDA", "no driver", "driver too old",
 "broken"), num_devices, driver_version and runtime_version (CUDA's, 13000 for 13.0; 0: none),
 and detail, a sentence on what to do.)");
   module.def("make_cuda_device", &make_cuda_device_of_build, "ordinal"_a = 0,
-             py::call_guard<py::gil_scoped_release>(),
-             R"(A GPU as the device of a PeftCacheManager.
-
-Raises GpuUnavailableError, saying why, if there is no such GPU.)");
+             "memory"_a = py::none(), "A GPU as a device; see pagedlora.make_cuda_device.");
 }
 
 }  // namespace pagedlora::bindings

@@ -49,14 +49,21 @@ bool BatchLease::is_open() const {
   return static_cast<bool>(release_);
 }
 
-void BatchLease::close(void* stream) noexcept {
+void BatchLease::close(void* stream) {
   Release release;
   {
     const std::scoped_lock lock(mutex_);
     release = std::exchange(release_, nullptr);
   }
-  if (release) {
+  if (!release) {
+    return;
+  }
+  try {
     release(tasks_, stream);
+  } catch (...) {
+    const std::scoped_lock lock(mutex_);
+    release_ = std::move(release);
+    throw;
   }
 }
 

@@ -227,8 +227,8 @@ void PeftCacheManager::undo_batch() noexcept {
 }
 
 void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& tasks,
-                                     void* stream) noexcept {
-  // Before the lock: it may wait.
+                                     void* stream) {
+  // Before the lock: it may wait. Before anything is changed: it may throw.
   const std::shared_ptr<const PageUse> reads =
       tasks.empty() ? nullptr : device_.pool().device()->launched_work(stream);
   const std::scoped_lock lock(mutex_);
@@ -272,7 +272,14 @@ PeftCacheManager::Lock PeftCacheManager::lock_without_lease(void* stream) {
     }
     if (lease != nullptr) {
       lock.unlock();
-      lease->close(stream);
+      try {
+        lease->close(stream);
+      } catch (...) {
+        lock.lock();
+        open_leases_.push_back(lease);  // where it was: there is room
+        board_->changed.notify_all();   // close() may be waiting for it
+        throw;
+      }
       continue;
     }
     if (num_open_leases_ == 0) {

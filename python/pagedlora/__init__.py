@@ -7,6 +7,7 @@ from pagedlora.adapter_weights import AdapterWeights
 from pagedlora.base_weights import ModelWeights
 from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig, SchedulerConfig
 from pagedlora.development import cmake_prefix_path
+from pagedlora.devices import make_cuda_device
 from pagedlora.errors import (
     AdapterFormatError,
     AdapterInUseError,
@@ -111,6 +112,7 @@ __all__ = [
     "UnsupportedModelError",
     "attach",
     "cmake_prefix_path",
+    "make_cuda_device",
     "probe_adapter",
 ]
 

@@ -311,7 +311,8 @@ class BatchLease:
         """
         Ends the hold once what is launched on the stream is done; idempotent.
 
-        The stream is one of torch or its number. Without one a GPU is waited for as a whole.
+        The stream is one of torch or its number. Without one a GPU is waited for as a whole. Raises
+        InvalidArgumentError, and leaves the lease open, if the stream is being captured.
         """
     def get(self, request_id: int, default: typing.Any = None) -> typing.Any: ...
     def items(self) -> list[tuple[int, list[TaskLayerModuleConfig]]]: ...
@@ -761,11 +762,9 @@ def gpu_support() -> dict[str, typing.Any]:
     and detail, a sentence on what to do.
     """
 
-def make_cuda_device(ordinal: int = 0) -> Device:
+def make_cuda_device(ordinal: int = 0, memory: typing.Any = None) -> Device:
     """
-    A GPU as the device of a PeftCacheManager.
-
-    Raises GpuUnavailableError, saying why, if there is no such GPU.
+    A GPU as a device; see pagedlora.make_cuda_device.
     """
 
 def make_memory_source(buffer: typing_extensions.Buffer, description: str) -> TensorSource:

@@ -50,8 +50,8 @@ class PeftCacheManager:
         Args:
             model_config: The modules, their sizes and the dtype of the pages.
             config: Budgets; page counts round down, so that a tier never exceeds its own.
-            device: "cpu", "cuda" or "cuda:N" (also as torch's), or a device made for tests. A GPU
-                holds the device tier; the host tier is pinned then.
+            device: "cpu", "cuda" or "cuda:N" (also as torch's), or what `make_cuda_device` gave. A
+                GPU holds the device tier; the host tier is pinned then.
             clock: Decides when loads take too long; None: the system's monotonic clock.
 
         Raises:
@@ -250,7 +250,8 @@ class PeftCacheManager:
         Raises:
             LoraCacheFullError: The absent adapters do not fit beside those of this batch that are
                 resident, and of other open leases; nothing was changed.
-            InvalidArgumentError: `max_inflight_batches` leases are open, more than one.
+            InvalidArgumentError: `max_inflight_batches` leases are open, more than one; or `stream`
+                is being captured into a CUDA graph, and the previous lease stays open.
         """
         requests = (*context_requests, *generation_requests)
         ids = [r.request_id for r in requests if self._has_adapter(r)]

@@ -134,6 +134,41 @@ TEST_F(CudaCacheTest, L2_WithoutAStreamTheNextBatchWaitsForTheGpuAndNobodyElseDo
   EXPECT_TRUE(gpu_holds(*second, 2));
 }
 
+TEST_F(CudaCacheTest, L2_ALeaseIsNotClosedOnAStreamThatIsBeingCaptured) {
+  make_cuda_manager(8, 2);
+  const TaskId first = add_new(1, 2);
+  const TaskId second = add_new(2, 2);
+  const ComputeStream stream;
+  const auto lease = ensure({1});
+  fake_cuda::begin_capture(stream.handle());
+  EXPECT_THROW(lease->close(stream.get()), InvalidArgumentError);
+  EXPECT_THROW(ensure({2}, false, stream.get()), InvalidArgumentError) << "it closes the lease";
+  EXPECT_TRUE(lease->is_open());
+  EXPECT_EQ(manager_->open_lease_tasks(), std::vector<TaskId>{first});
+  EXPECT_TRUE(gpu_holds(*lease, 1));
+  manager_->check_invariants();
+  fake_cuda::end_capture(stream.handle());
+  const auto next = ensure({2}, false, stream.get());
+  EXPECT_FALSE(lease->is_open()) << "closed by the next batch, once it can be";
+  EXPECT_TRUE(gpu_holds(*next, 2));
+  EXPECT_EQ(manager_->open_lease_tasks(), std::vector<TaskId>{second});
+  EXPECT_EQ(fake_cuda::counts().device_synchronisations, 0U);
+}
+
+TEST_F(CudaCacheTest, L2_ALeaseThatWasRefusedByAStreamIsClosedOnAnother) {
+  make_cuda_manager(8, 2);
+  add_new(1, 2);
+  const ComputeStream captured;
+  const ComputeStream other;
+  const auto lease = ensure({1});
+  fake_cuda::begin_capture(captured.handle());
+  EXPECT_THROW(lease->close(captured.get()), InvalidArgumentError);
+  lease->close(other.get());
+  EXPECT_FALSE(lease->is_open());
+  EXPECT_TRUE(manager_->open_lease_tasks().empty());
+  fake_cuda::end_capture(captured.handle());
+}
+
 TEST_F(CudaCacheTest, ABatchWithoutAdaptersWaitsForNothing) {
   make_cuda_manager(8, 2);
   ensure({})->close();

@@ -138,6 +138,26 @@ TEST_F(CudaDeviceTest, EventsAreUsedAgain) {
   EXPECT_EQ(fake_cuda::live().events, 1U);
 }
 
+TEST_F(CudaDeviceTest, L2_AStreamThatIsBeingCapturedIsRefusedAndLeftAlone) {
+  const auto device = make_cuda_device();
+  const ComputeStream stream;
+  fake_cuda::begin_capture(stream.handle());
+  const auto error = thrown_by<InvalidArgumentError>([&] { device->launched_work(stream.get()); });
+  ASSERT_TRUE(error.has_value());
+  EXPECT_NE(std::string(error->what()).find("captured"), std::string::npos) << error->what();
+  EXPECT_EQ(fake_cuda::counts().device_synchronisations, 0U);
+  fake_cuda::end_capture(stream.handle());
+  EXPECT_NE(device->launched_work(stream.get()), nullptr);
+}
+
+TEST_F(CudaDeviceTest, L2_TheLegacyStreamIsRefusedWhileAStreamThatItWaitsForIsCaptured) {
+  const auto device = make_cuda_device();
+  fake_cuda::fail_call_after(1, cudaErrorStreamCaptureImplicit);  // the question
+  EXPECT_THROW(device->launched_work(cudaStreamLegacy), InvalidArgumentError);
+  EXPECT_TRUE(fake_cuda::has_failed());
+  EXPECT_NE(device->launched_work(cudaStreamLegacy), nullptr);
+}
+
 TEST_F(CudaDeviceTest, WorkOfAnotherGpuIsNotQueuedBehind) {
   fake_cuda::set_num_gpus(2);
   const auto first = make_cuda_device({.ordinal = 0});
@@ -193,6 +213,39 @@ TEST_F(CudaDeviceTest, ADriverWithoutBatchesIsAskedOnce) {
   EXPECT_EQ(fake_cuda::counts().single_copies, 32U);
 }
 
+TEST_F(CudaDeviceTest, AShortCopyThatIsSoonOverIsNotSleptFor) {
+  fake_cuda::answer_polls_late();
+  const auto device = make_cuda_device();
+  const Arena arena(device, kPage);
+  const std::vector<std::byte> content = pattern(kPage, 1);
+  write(*device, arena.begin(), content);
+  EXPECT_EQ(read(*device, arena.begin()), content);
+  EXPECT_EQ(fake_cuda::counts().event_waits, 0U);
+}
+
+TEST_F(CudaDeviceTest, AShortCopyThatTakesLongIsSleptFor) {
+  const auto device = make_cuda_device();
+  const Arena arena(device, kPage);
+  const std::vector<std::byte> content = pattern(kPage, 1);
+  fake_cuda::copies().close();
+  std::thread writer([&] { write(*device, arena.begin(), content); });
+  EXPECT_TRUE(becomes_true([] { return fake_cuda::counts().event_waits == 1; }));
+  EXPECT_GT(fake_cuda::counts().polls, 0U);
+  fake_cuda::copies().open();
+  writer.join();
+  EXPECT_EQ(read(*device, arena.begin()), content);
+}
+
+TEST_F(CudaDeviceTest, ALongCopyIsNotPolledFor) {
+  constexpr std::size_t kBytes = std::size_t{16} << 20U;
+  const auto device = make_cuda_device();
+  const Arena arena(device, kBytes);
+  const std::vector<std::byte> content(kBytes);
+  write(*device, arena.begin(), content);
+  EXPECT_EQ(fake_cuda::counts().polls, 0U);
+  EXPECT_EQ(fake_cuda::counts().event_waits, 1U);
+}
+
 TEST_F(CudaDeviceTest, FreeMemoryIsWhatArenasLeave) {
   fake_cuda::set_memory(1U << 20U);
   const auto device = make_cuda_device();
@@ -208,58 +261,6 @@ TEST_F(CudaDeviceTest, NoMoreIsPinnedThanMayBe) {
   const Arena arena(host, 600'000);
   EXPECT_NE(arena.begin(), nullptr);
   EXPECT_EQ(host->try_allocate(600'000), nullptr);
-}
-
-TEST_F(CudaDeviceTest, ArenasMayLieInGivenMemoryOneAtATime) {
-  void* given = nullptr;
-  ASSERT_EQ(cudaMalloc(&given, 4 * kPage), cudaSuccess);
-  {
-    bool is_kept = true;
-    std::shared_ptr<void> owner(given, [&](void*) { is_kept = false; });
-    auto device = make_cuda_device({.memory = {given, 4 * kPage, std::move(owner)}});
-    EXPECT_EQ(device->try_allocate(4 * kPage), nullptr) << "it does not begin at a page";
-    {
-      const Arena arena(device, 3 * kPage);
-      ASSERT_NE(arena.begin(), nullptr);
-      EXPECT_EQ(device->try_allocate(1), nullptr);
-      const std::vector<std::byte> content = pattern(3 * kPage, 1);
-      write(*device, arena.begin(), content);
-      EXPECT_EQ(read(*device, arena.begin(), 3 * kPage), content);
-    }
-    EXPECT_NE(Arena(device, 3 * kPage).begin(), nullptr) << "given back";
-    EXPECT_TRUE(is_kept);
-    device.reset();
-    EXPECT_FALSE(is_kept);
-  }
-  ASSERT_EQ(cudaFree(given), cudaSuccess);
-}
-
-TEST_F(CudaDeviceTest, GivenMemoryIsGivenBackOnlyWhenNothingRunsOnIt) {
-  void* given = nullptr;
-  ASSERT_EQ(cudaMalloc(&given, 4 * kPage), cudaSuccess);
-  const auto device = make_cuda_device({.memory = {given, 4 * kPage, nullptr}});
-  const ComputeStream stream;
-  std::byte* arena = device->try_allocate(kPage);
-  HeldRead kernel(stream, arena, kPage);
-  std::thread helper([&] {
-    becomes_true([&] { return fake_cuda::counts().device_synchronisations == 1; });
-    kernel.gate.open();
-  });
-  device->deallocate(arena, kPage);
-  EXPECT_TRUE(kernel.is_over());
-  helper.join();
-  ASSERT_EQ(cudaFree(given), cudaSuccess);
-}
-
-TEST_F(CudaDeviceTest, GivenMemoryMustBeThatOfTheGpu) {
-  fake_cuda::set_num_gpus(2);
-  void* of_first = nullptr;
-  ASSERT_EQ(cudaMalloc(&of_first, kPage), cudaSuccess);
-  std::vector<std::byte> of_cpu(kPage);
-  EXPECT_THROW(make_cuda_device({.ordinal = 1, .memory = {of_first, kPage, nullptr}}),
-               InvalidArgumentError);
-  EXPECT_THROW(make_cuda_device({.memory = {of_cpu.data(), kPage, nullptr}}), InvalidArgumentError);
-  ASSERT_EQ(cudaFree(of_first), cudaSuccess);
 }
 
 TEST_F(CudaDeviceTest, WithoutAGpuItSaysWhatIsMissing) {

@@ -47,6 +47,7 @@ class ComputeStream {
   ComputeStream& operator=(const ComputeStream&) = delete;
 
   void* get() const { return stream_; }
+  cudaStream_t handle() const { return stream_; }
   void launch(std::function<void()> kernel) const { fake_cuda::launch(stream_, std::move(kernel)); }
 
  private:

@@ -4,6 +4,9 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda_cache_fixture.h"
@@ -16,6 +19,7 @@ namespace pagedlora {
 namespace {
 
 using cuda::CudaLoraOperator;
+using testing_support::becomes_true;
 using testing_support::ComputeStream;
 using testing_support::CudaCacheTest;
 
@@ -186,6 +190,84 @@ TEST_F(CudaLoraOperatorTest, AStepUploadsTheBatchAloneOnceItsTasksAreKnown) {
   EXPECT_EQ(lora_->num_known_tasks(), 2U);
 }
 
+TEST_F(CudaLoraOperatorTest, OnceItsTasksAreKnownAStepUploadsFromPinnedMemoryAlone) {
+  make_cuda_manager(16, 16);
+  make_operator(4);
+  add_new(1, 1);
+  add_new(2, 1);
+  step({1, 2}, {{1, 1}, {2, 1}});
+  fake_cuda::forbid_pageable_copies();
+  step({1, 2}, {{2, 3}, {0, 1}, {1, 1}});
+}
+
+TEST_F(CudaLoraOperatorTest, OfTheTablesOnlyWhatWasWrittenIsUploaded) {
+  make_cuda_manager(16, 16);
+  make_operator(64, 4096);
+  add_new(1, 1);
+  const auto lease = ensure({1});
+  const std::size_t before = fake_cuda::counts().copied_bytes;
+  lora_->set_batch(segments_of(*lease, {{1, 1}}), stream_.get());
+  EXPECT_LT(fake_cuda::counts().copied_bytes - before, 2048U);
+  EXPECT_GT(lora_->device_bytes(), 100'000U);
+}
+
+TEST_F(CudaLoraOperatorTest, LateKernelsReadTheTablesOfTheirOwnBatch) {
+  make_cuda_manager(16, 16);
+  make_operator(4);
+  add_new(1, 1);
+  add_new(2, 2);
+  step({1, 2}, {{1, 1}, {2, 1}});
+  const auto lease = ensure({1, 2});
+  const std::vector<float> x = random(2 * kFeatures);
+  const std::vector<float> zeros(2 * kFeatures);
+  const GpuFloats gpu_x(x);
+  const std::vector<std::vector<Rows>> batches{
+      {{2, 1}, {1, 1}}, {{1, 1}, {2, 1}}, {{0, 1}, {2, 1}}};
+  std::vector<std::unique_ptr<GpuFloats>> results;
+  fake::Gate gate;
+  gate.close();
+  stream_.launch([&] { gate.pass(); });
+  const std::size_t waits = fake_cuda::counts().event_waits;
+  std::thread host([&] {
+    for (const std::vector<Rows>& rows : batches) {
+      results.push_back(std::make_unique<GpuFloats>(zeros));
+      lora_->set_batch(segments_of(*lease, rows), stream_.get());
+      lora_->apply(kModule, {gpu_x.get(), results.back()->get(), kFeatures, kFeatures, 2},
+                   stream_.get());
+    }
+  });
+  // The first batch is on the stream, behind what is held; the second waits for its upload.
+  EXPECT_TRUE(becomes_true([&] { return fake_cuda::counts().event_waits == waits + 2; }));
+  gate.open();
+  host.join();
+  {
+    const cuda::BesideCaptures beside_captures;
+    ASSERT_EQ(cudaStreamSynchronize(stream_.handle()), cudaSuccess);
+  }
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    const std::vector<float> wanted = expected(*lease, batches[i], x, zeros);
+    const std::vector<float> got = results[i]->values();
+    for (std::size_t k = 0; k < wanted.size(); ++k) {
+      EXPECT_NEAR(got[k], wanted[k], 1e-5 * (1 + std::abs(wanted[k]))) << i << ", " << k;
+    }
+  }
+  lease->close(stream_.get());
+}
+
+TEST_F(CudaLoraOperatorTest, ABatchIsNotSetOnAStreamThatIsBeingCaptured) {
+  make_cuda_manager(16, 16);
+  make_operator(4);
+  add_new(1, 1);
+  const auto lease = ensure({1});
+  fake_cuda::begin_capture(stream_.handle());
+  EXPECT_THROW(lora_->set_batch(segments_of(*lease, {{1, 1}}), stream_.get()),
+               InvalidArgumentError);
+  EXPECT_EQ(lora_->num_rows(), 0U);
+  fake_cuda::end_capture(stream_.handle());
+  lease->close();
+  step({1}, {{1, 1}});
+}
+
 TEST_F(CudaLoraOperatorTest, TheTaskThatWasUsedLongestAgoIsForgottenForAnother) {
   make_cuda_manager(16, 16);
   make_operator(2);
@@ -220,25 +302,52 @@ TEST_F(CudaLoraOperatorTest, TooManyAdaptersOrRowsAreRefusedAndTheNextBatchIsRig
 }
 
 TEST_F(CudaLoraOperatorTest, AFailedUploadIsMadeUpForByTheNext) {
-  make_cuda_manager(16, 16);
-  make_operator(4);
-  add_new(1, 2);
-  add_new(2, 1);
-  step({1}, {{1, 1}});
-  const auto lease = ensure({1, 2});
-  bool has_failed = false;
-  for (long call = 0; call < 20 && !has_failed; ++call) {
+  std::set<std::string> failed;
+  bool has_failed = true;
+  for (long call = 0; has_failed; ++call) {
+    SCOPED_TRACE("call " + std::to_string(call));
+    make_cuda_manager(16, 16);
+    make_operator(4);
+    add_new(1, 2);
+    add_new(2, 1);
+    step({1}, {{1, 1}});
+    const auto lease = ensure({1, 2});
     fake_cuda::fail_call_after(call, cudaErrorInvalidValue);
     try {
       lora_->set_batch(segments_of(*lease, {{1, 1}, {2, 1}}), stream_.get());
     } catch (const GpuCallError& error) {
-      has_failed = error.call == "cudaMemcpyAsync";
+      failed.insert(error.call);
+      EXPECT_EQ(lora_->num_rows(), 0U);
     }
+    has_failed = fake_cuda::has_failed();
     fake_cuda::fail_call_after(fake_cuda::kNever, cudaSuccess);
+    lease->close(stream_.get());
+    step({1, 2}, {{2, 1}, {1, 1}});
+    lora_.reset();
+    ASSERT_LT(call, 50);
   }
-  EXPECT_TRUE(has_failed) << "no upload was made to fail";
-  lease->close(stream_.get());
-  step({1, 2}, {{2, 1}, {1, 1}});
+  for (const char* call : {"cudaMemcpyAsync", "cudaEventRecord", "cudaEventSynchronize"}) {
+    EXPECT_TRUE(failed.contains(call)) << call;
+  }
+}
+
+TEST_F(CudaLoraOperatorTest, AnOperatorThatCannotBeMadeLeavesNothingBehind) {
+  make_cuda_manager(4, 4);
+  const fake_cuda::Live before = fake_cuda::live();
+  bool has_failed = true;
+  for (long call = 0; has_failed; ++call) {
+    fake_cuda::fail_call_after(call, cudaErrorMemoryAllocation);
+    try {
+      make_operator(2);
+    } catch (const GpuCallError&) {
+      EXPECT_TRUE(fake_cuda::has_failed());
+    }
+    has_failed = fake_cuda::has_failed();
+    fake_cuda::fail_call_after(fake_cuda::kNever, cudaSuccess);
+    lora_.reset();
+    ASSERT_EQ(fake_cuda::live(), before) << "call " << call;
+    ASSERT_LT(call, 50);
+  }
 }
 
 TEST_F(CudaLoraOperatorTest, ABatchOfBaseRowsLaunchesNothing) {

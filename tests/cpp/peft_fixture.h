@@ -146,12 +146,12 @@ class PeftTest : public ::testing::Test {
   void done(std::uint64_t request) { manager_->mark_request_done(RequestId{request}); }
 
   std::shared_ptr<BatchLease> ensure(std::initializer_list<std::uint64_t> requests,
-                                     bool reset = false) {
+                                     bool reset = false, void* stream = nullptr) {
     std::vector<RequestId> ids;
     for (const std::uint64_t request : requests) {
       ids.push_back(RequestId{request});
     }
-    return manager_->ensure_batch(ids, reset);
+    return manager_->ensure_batch(ids, reset, stream);
   }
   void ensure_and_close(std::initializer_list<std::uint64_t> requests) {
     ensure(requests)->close();

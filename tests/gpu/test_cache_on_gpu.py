@@ -9,7 +9,14 @@ import torch
 from tests.support.adapters import write_random_adapter
 from tests.support.tiny_models import build_tiny_model
 
-from pagedlora import LlmRequest, LoraManager, LoraModelConfig, PeftCacheConfig, PeftCacheManager
+from pagedlora import (
+    LlmRequest,
+    LoraManager,
+    LoraModelConfig,
+    PeftCacheConfig,
+    PeftCacheManager,
+    make_cuda_device,
+)
 
 
 def same(
@@ -77,5 +84,31 @@ def test_device_memory_does_not_grow_with_the_adapters_that_pass_through(tmp_pat
             used.append(total - free)
         growth = (used[-1] - used[4]) / (len(used) - 5)
         assert growth < 2**20, f"{growth:.0f} bytes per adapter"
+    finally:
+        cache.close()
+
+
+def test_the_device_tier_lies_in_a_tensor_of_torch(tmp_path: Path) -> None:
+    memory = torch.full((2**20,), 7, dtype=torch.uint8, device="cuda:0")
+    begin = memory.data_ptr()
+    config = LoraModelConfig.from_module(build_tiny_model("llama"), dtype=torch.bfloat16)
+    device = make_cuda_device(0, memory)
+    del memory
+    assert device.memory_info()[1] == 2**20
+    cache = PeftCacheManager(
+        config, PeftCacheConfig(device_cache_percent=1.0, host_cache_size="8MiB"), device=device
+    )
+    adapters = LoraManager(config, cache)
+    try:
+        adapters.register("a", write_random_adapter(tmp_path / "a", config, rank=16, seed=1))
+        task = adapters.task_id("a")
+        request = LlmRequest(1, lora_task_id=task)
+        cache.add_request_peft(request)
+        stream = torch.cuda.current_stream()
+        lease = cache.ensure_batch([request], [], stream=stream)
+        pointers = [entry.weights_in_pointer for entry in lease[1]]
+        assert all(begin <= pointer < begin + 2**20 for pointer in pointers)
+        assert same(cache.task_weights(task, "device"), cache.task_weights(task, "host"))
+        lease.close(stream)
     finally:
         cache.close()

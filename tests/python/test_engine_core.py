@@ -32,11 +32,13 @@ class CountingRunner:
     Attributes:
         steps: The steps so far.
         before: Called with each step before it is computed.
+        stream: On which steps are said to be computed.
     """
 
     def __init__(self) -> None:
         self.steps: list[StepBatch] = []
         self.before: Callable[[StepBatch], None] = lambda step: None
+        self.stream: int | None = None
 
     def forward(self, step: StepBatch, lease: Any = None) -> torch.Tensor:
         """One row of logits per sampled sequence; the token after its last one is certain."""
@@ -288,6 +290,26 @@ def test_an_exception_in_the_forward_leaks_nothing(
     again = engine.add([5], 7)
     engine.run()
     assert again.output_token_ids == [6, 7, 8]
+
+
+@pytest.mark.parametrize("stream", [None, 0, 7])
+def test_l2_a_lease_is_closed_on_the_stream_that_computes_the_steps(stream: int | None) -> None:
+    engine = Engine()
+    engine.runner.stream = stream
+    engine.add([1, 2], 7)
+    engine.run()
+    engine.add([1, 2], 8)
+
+    def explode(step: StepBatch) -> None:
+        raise ValueError("boom")
+
+    engine.runner.before = explode
+    with pytest.raises(ValueError, match="boom"):
+        engine.run()
+    engine.core.abort_all(PagedLoraError("interrupted"))
+    leases = engine.peft.leases
+    assert len(leases) == 4, "also of the step that failed: kernels of it may be running"
+    assert all(lease.closed and lease.stream == stream for lease in leases)
 
 
 def test_the_numbers_of_an_answer_are_those_of_its_seed_and_token_indices(

@@ -74,6 +74,8 @@ class RememberingRunner:
         before: Called with each step and its lease before it is computed.
     """
 
+    stream = None
+
     def __init__(self, blocks: RememberedBlocks) -> None:
         self.blocks = blocks
         self.steps: list[StepBatch] = []

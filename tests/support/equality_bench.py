@@ -54,6 +54,12 @@ class RecordingRunner:
         self._runner = runner
         self._rows: dict[int, list[torch.Tensor]] = {}
 
+    @property
+    def stream(self) -> int | None:
+        """As `ModelRunner.stream`."""
+        stream: int | None = self._runner.stream
+        return stream
+
     def forward(self, step: StepBatch, lease: Any = None) -> torch.Tensor:
         """As `ModelRunner.forward`."""
         logits: torch.Tensor = self._runner.forward(step, lease)

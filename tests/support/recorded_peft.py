@@ -15,16 +15,19 @@ class RecordedLease:
         request_ids: Requests whose adapters it holds.
         errors: Requests that it does not hold, and why.
         closed: Whether `close()` was called.
+        stream: On which it was closed.
     """
 
     def __init__(self, request_ids: Sequence[int], errors: Mapping[int, PagedLoraError]) -> None:
         self.request_ids = list(request_ids)
         self.errors = dict(errors)
         self.closed = False
+        self.stream: int | None = None
 
-    def close(self) -> None:
+    def close(self, stream: int | None = None) -> None:
         """Ends the lease."""
         self.closed = True
+        self.stream = stream
 
 
 class RecordedPeftManager:

@@ -1,9 +1,11 @@
 // A batch's hold on the device copies that it reads: while it is open they are not evicted.
 //
 // Made by PeftCacheManager::ensure_batch. close() comes after the batch's last read; with one
-// batch in flight the next ensure_batch closes it. Views taken from it are invalid afterwards.
+// batch in flight the next ensure_batch closes it. Views taken from it are invalid afterwards. A
+// close that throws leaves it open.
 //
-// Thread-safe: close() waits for readers that hold hold_open().
+// Thread-safe: close() waits for readers that hold hold_open(). While one thread closes it, it is
+// closed to all others.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +37,8 @@ class BatchLease {
   };
   using Release = std::function<void(const std::vector<LeasedTask>&, void* stream)>;
 
-  // `release` unpins the tasks; it is called once, by the first close(), or by the destructor.
+  // `release` unpins the tasks, or throws and does not; without a stream it does. It is called by
+  // close(), or by the destructor, until it has returned once.
   BatchLease(std::shared_ptr<const LoraModelConfig> config, Release release)
       : config_(std::move(config)), release_(std::move(release)) {}
   ~BatchLease() { close(); }
@@ -73,8 +76,10 @@ class BatchLease {
   // Keeps the lease from being closed for as long as the result lives. Throws LeaseClosedError.
   [[nodiscard]] std::shared_lock<std::shared_mutex> hold_open() const;
 
-  // The batch's reads are over, or are launched on `stream` of the device; idempotent.
-  void close(void* stream = nullptr) noexcept;
+  // The batch's reads are over, or are launched on `stream` of the device; idempotent. Throws
+  // InvalidArgumentError, with the lease open as before, for a stream that is being captured into a
+  // graph. Never throws without a stream.
+  void close(void* stream = nullptr);
 
  private:
   const LeasedRequest* position_of(RequestId request) const;

@@ -58,7 +58,8 @@ class Device {
 
   // What has been launched on `stream` so far, as a use of the pages that it reads; nullptr if
   // nothing of it can still be running. Without a stream it is everything on the device, and may be
-  // waited for here.
+  // waited for here; that never throws. Throws InvalidArgumentError for a stream whose work is not
+  // run but recorded.
   virtual std::shared_ptr<const PageUse> launched_work(void* stream) {
     static_cast<void>(stream);
     return nullptr;

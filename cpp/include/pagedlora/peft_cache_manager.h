@@ -161,8 +161,8 @@ class PeftCacheManager {
 
   // Leases the device copies of the requests' tasks, after bringing in those that are absent, with
   // one all-or-nothing claim for their sum. Waits for their loads, at most the time limit. If one
-  // batch may be in flight, closes the previous lease first, on `stream`; else throws
-  // InvalidArgumentError when too many are open.
+  // batch may be in flight, closes the previous lease first, on `stream`, or throws as that does
+  // (BatchLease::close); else throws InvalidArgumentError when too many are open.
   // Throws LoraCacheFullError when the sum does not fit; nothing was changed then. Requests that
   // are not active owners, or whose load failed, are in the lease's errors; the others are leased.
   std::shared_ptr<BatchLease> ensure_batch(std::span<const RequestId> requests,
@@ -333,7 +333,7 @@ class PeftCacheManager {
   std::exception_ptr error_of(RequestId request) const;
   bool is_leased_by(const BatchLease& lease, TaskId task) const;
   void undo_batch() noexcept;
-  void release_lease(const std::vector<BatchLease::LeasedTask>& tasks, void* stream) noexcept;
+  void release_lease(const std::vector<BatchLease::LeasedTask>& tasks, void* stream);
 
   // Prefetch (peft_cache_manager_prefetch.cc)
   void replace_window(std::span<const TaskId> window);

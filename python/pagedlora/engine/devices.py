@@ -40,6 +40,13 @@ def gpu_index(device: torch.device) -> int:
     return torch.cuda.current_device() if index is None else index
 
 
+def current_stream(device: torch.device) -> int | None:
+    """The number of the stream that torch launches on in this thread; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def _check_gpu(device: torch.device) -> None:
     support = _core.gpu_support()
     if support["state"] != "available":

@@ -44,8 +44,8 @@ class Lease(Protocol):
     def errors(self) -> Mapping[int, PagedLoraError]:
         """Requests whose adapter could not be made resident, and why."""
 
-    def close(self) -> None:
-        """Ends the hold on the adapters' pages."""
+    def close(self, stream: int | None, /) -> None:
+        """Ends the hold on the adapters' pages once what is launched on the stream is done."""
 
 
 class EnginePeftManager(PeftManager, PeftQueueManager, Protocol):
@@ -65,6 +65,10 @@ class EnginePeftManager(PeftManager, PeftQueueManager, Protocol):
 
 class Runner(Protocol):
     """What the engine uses of a `ModelRunner`."""
+
+    @property
+    def stream(self) -> int | None:
+        """On which steps are computed; None on the CPU."""
 
     def forward(self, step: StepBatch, lease: Any = None) -> torch.Tensor:
         """Computes a step; gives float32 logits `[num_sampled, vocabulary]`."""
@@ -176,7 +180,7 @@ class EngineCore:
             logits = self._runner.forward(StepBatch(sequences), lease)
         finally:
             if lease is not None:
-                lease.close()
+                lease.close(self._runner.stream)
         self._note_computed(output)
         return ended + self._sample(logits, sampled)
 

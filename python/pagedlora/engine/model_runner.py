@@ -9,6 +9,7 @@ from torch import nn
 
 from pagedlora import _core
 from pagedlora.engine.admission import admit
+from pagedlora.engine.devices import current_stream
 from pagedlora.engine.gpu_lora import GpuLoraSizes
 from pagedlora.engine.kv_tensors import KvTensors
 from pagedlora.engine.lora_hooks import LoraHooks
@@ -83,6 +84,11 @@ class ModelRunner:
     def kv(self) -> KvTensors:
         """The KV tensors, which copy blocks for a `KVCacheManager`."""
         return self._paged.kv
+
+    @property
+    def stream(self) -> int | None:
+        """The stream that steps of this thread are computed on; None on the CPU."""
+        return current_stream(self._paged.device)
 
     def forward(self, step: StepBatch, lease: Any = None) -> torch.Tensor:
         """Computes a step; its keys and values are in the cache afterwards.

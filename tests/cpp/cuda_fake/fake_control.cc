@@ -21,8 +21,19 @@ void set_driver_version(int version) { set(&Runtime::driver_version, version); }
 void set_memory(std::size_t bytes) { set(&Runtime::memory_bytes, bytes); }
 void refuse_batches(cudaError_t error) { set(&Runtime::batch_error, error); }
 void forbid_pageable_copies() { set(&Runtime::pageable_is_forbidden, true); }
+void answer_polls_late() { set(&Runtime::polls_are_late, true); }
 
 fake::Gate& copies() { return runtime().copies; }
+
+void begin_capture(cudaStream_t stream) {
+  const std::scoped_lock lock(runtime().mutex);
+  runtime().stream_of(stream)->is_captured = true;
+}
+
+void end_capture(cudaStream_t stream) {
+  const std::scoped_lock lock(runtime().mutex);
+  runtime().stream_of(stream)->is_captured = false;
+}
 
 void launch(cudaStream_t stream, std::function<void()> kernel) {
   const std::scoped_lock lock(runtime().mutex);

@@ -37,9 +37,12 @@ struct Live {
 // Calls of each kind since reset().
 struct Counts {
   std::size_t calls = 0;  // that can be told to fail
+  std::size_t polls = 0;  // for events that were not over
+  std::size_t event_waits = 0;
   std::size_t single_copies = 0;
   std::size_t batches = 0;
   std::size_t copied_runs = 0;  // singly and in batches
+  std::size_t copied_bytes = 0;
   std::size_t stream_waits = 0;
   std::size_t device_synchronisations = 0;
 };
@@ -55,8 +58,16 @@ void set_memory(std::size_t bytes);    // of each GPU, and what may be pinned
 void refuse_batches(cudaError_t error);
 void forbid_pageable_copies();
 
+// From now on a question whether an event is over is answered when it is.
+void answer_polls_late();
+
 // Every copy passes it on its stream's thread before it moves a byte.
 fake::Gate& copies();
+
+// What follows on the stream would become part of a graph, until the capture ends. Violations then:
+// to record its events, to copy on it.
+void begin_capture(cudaStream_t stream);
+void end_capture(cudaStream_t stream);
 
 // Runs on the stream's thread in its turn. May pass a gate, read backing() and break_gpu().
 void launch(cudaStream_t stream, std::function<void()> kernel);
@@ -66,7 +77,8 @@ std::byte* backing(const void* address);
 
 // The calls until one that fails: 0 fails the next one, once, without its effect (what destroys or
 // frees does so nevertheless, as it may report an older error). An error that stays (see
-// csrc_cuda/gpu_context.h) breaks the GPU instead.
+// csrc_cuda/gpu_context.h) breaks the GPU instead. A poll for an event that is not over is no such
+// call: how many there are is chance.
 inline constexpr long kNever = -1;
 void fail_call_after(long calls, cudaError_t error);
 bool has_failed();  // the failure that was asked for has happened

@@ -38,6 +38,7 @@ void Runtime::reset() {
   memory_bytes = std::size_t{1} << 30U;
   batch_error = cudaSuccess;
   pageable_is_forbidden = false;
+  polls_are_late = false;
   calls_until_failure = kNever;
   failure_happened = false;
   broken = cudaSuccess;
@@ -193,6 +194,8 @@ Stream* Runtime::usable_stream(cudaStream_t handle) {
     violate("a stream that there is not");
   } else if (stream->gpu != current_gpu) {
     violate("a stream of a GPU that is not current on the thread");
+  } else if (stream->is_captured) {
+    violate("a call that becomes part of a graph, or breaks off its capture");
   }
   return stream;
 }
@@ -207,6 +210,7 @@ cudaError_t Runtime::push_copy(Stream& stream, void* target, const void* source,
     return failed(cudaErrorInvalidValue);
   }
   ++counts.copied_runs;
+  counts.copied_bytes += bytes;
   if (to_gpu && allocation_of(source, bytes) == nullptr) {
     // Memory that is not pinned is read before the call returns, as the real runtime stages it.
     const auto* begin = static_cast<const std::byte*>(source);

@@ -36,6 +36,7 @@ struct Stream {
   int gpu = 0;
   std::deque<Step> steps;
   bool is_busy = false;
+  bool is_captured = false;
   bool ends = false;
   std::thread thread;
 };
@@ -92,6 +93,7 @@ class Runtime {
   std::size_t memory_bytes = std::size_t{1} << 30U;
   cudaError_t batch_error = cudaSuccess;
   bool pageable_is_forbidden = false;
+  bool polls_are_late = false;
 
   std::map<Stream*, std::unique_ptr<Stream>> streams;
   std::map<Event*, std::unique_ptr<Event>> events;

@@ -1,4 +1,5 @@
 // The runtime's functions for streams, events and copies, as csrc_cuda calls them.
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -31,6 +32,19 @@ cudaError_t outcome() {
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   std::swap(*mode, Runtime::capture_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
+  const Lock lock(runtime().mutex);
+  if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
+    return error;
+  }
+  const Stream* stream = runtime().stream_of(handle);
+  if (stream == nullptr) {
+    return runtime().failed(cudaErrorInvalidResourceHandle);
+  }
+  *status = stream->is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
@@ -137,14 +151,19 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream_handle) {
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
-  const Lock lock(runtime().mutex);
+  Lock lock(runtime().mutex);
   runtime().check_beside_captures();
-  if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
-    return error;
-  }
   const Event* event = event_of(handle);
-  const bool is_over = event == nullptr || event->last == nullptr || event->last->reached;
-  return is_over ? cudaSuccess : runtime().failed(cudaErrorNotReady);
+  const std::shared_ptr<Mark> mark = event == nullptr ? nullptr : event->last;
+  const auto is_over = [&] { return mark == nullptr || mark->reached; };
+  if (runtime().polls_are_late) {
+    runtime().wait_for(lock, is_over);
+  }
+  if (!is_over() && runtime().broken == cudaSuccess) {
+    ++runtime().counts.polls;
+    return runtime().failed(cudaErrorNotReady);
+  }
+  return runtime().enter();
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
@@ -153,6 +172,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
     return error;
   }
+  ++runtime().counts.event_waits;
   const Event* event = event_of(handle);
   const std::shared_ptr<Mark> mark = event == nullptr ? nullptr : event->last;
   runtime().wait_for(lock, [&] { return mark == nullptr || mark->reached; });
@@ -168,6 +188,23 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
   ++runtime().counts.single_copies;
   Stream* stream = runtime().usable_stream(handle);
   return runtime().push_copy(*stream, target, source, bytes, kind);
+}
+
+cudaError_t cudaMemsetAsync(void* target, int value, std::size_t bytes, cudaStream_t handle) {
+  const Lock lock(runtime().mutex);
+  if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
+    return error;
+  }
+  Stream* stream = runtime().usable_stream(handle);
+  if (stream == nullptr || runtime().allocation_of(target, bytes) == nullptr) {
+    runtime().violate("memory is set that was not allocated so");
+    return runtime().failed(cudaErrorInvalidValue);
+  }
+  runtime().push(*stream, {[to = runtime().backing_of(target), value, bytes] {
+                             std::memset(to, value, bytes);
+                           },
+                           nullptr, nullptr});
+  return cudaSuccess;
 }
 
 #if CUDART_VERSION >= 12080

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.support.tiny_models import build_tiny_model
 
 from pagedlora import LLM, GpuUnavailableError, InvalidArgumentError, LoraModelConfig, _core
 from pagedlora.engine import devices
-from pagedlora.engine.devices import free_memory_bytes, parse_device
+from pagedlora.engine.devices import current_stream, free_memory_bytes, parse_device
 from pagedlora.engine.lora_hooks import LoraHooks
 
 AVAILABLE = {"state": "available", "num_devices": 2, "detail": ""}
@@ -30,6 +31,15 @@ def test_auto_leaves_it_open_and_the_cpu_is_always_there() -> None:
 def test_other_devices_are_refused_with_those_that_are_known(name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="give 'auto', 'cpu', 'cuda' or 'cuda:N'"):
         parse_device(name)
+
+
+def test_the_cpu_has_no_stream_and_a_gpu_that_which_torch_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert current_stream(torch.device("cpu")) is None
+    streams = {torch.device("cuda", 1): SimpleNamespace(cuda_stream=1234)}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device])
+    assert current_stream(torch.device("cuda", 1)) == 1234
 
 
 def test_a_gpu_that_is_not_there_is_an_error_with_the_reason(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model, greedy_tokens
 
+from pagedlora.engine import model_runner
 from pagedlora.engine.attention import ATTENTION_NAME
 from pagedlora.engine.kv_tensors import KvTensors, bytes_per_block
 from pagedlora.engine.model_runner import ModelRunner
@@ -296,3 +297,11 @@ def test_bytes_per_block_counts_what_is_allocated():
     assert bytes_per_block(spec, 16, torch.bfloat16) * 3 == allocated
     assert tensors.keys[0].shape == (3, 16, 2, 16)
     assert tensors.values[0].shape == (3, 16, 2, 12)
+
+
+def test_a_step_runs_on_torchs_stream_of_the_models_device(monkeypatch):
+    runner = open_runner(build_tiny_model("llama"))
+    assert runner.stream is None
+    monkeypatch.setattr(model_runner, "current_stream", {torch.device("cpu"): 1234}.get)
+    assert runner.stream == 1234
+    runner.close()

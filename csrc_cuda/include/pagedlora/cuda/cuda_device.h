@@ -3,9 +3,14 @@
 // Copies run on streams of their own beside what the caller computes, one stream to a copy that is
 // under way. They are fastest with the memory of host_tier_device(), which is pinned; any other
 // host memory may be given. A copy to the GPU can be queued behind what launched_work() returned.
+// Copies under 16 MiB keep the calling thread busy for up to half a millisecond; then, and with
+// larger ones, it sleeps until they are done.
 //
 // The work that was launched on a stream is over when the GPU is through with it. Without a stream
-// launched_work() waits for the whole GPU. cudaStreamLegacy and cudaStreamPerThread are streams.
+// launched_work() waits for the whole GPU. cudaStreamLegacy and cudaStreamPerThread are streams. One
+// that is being captured into a graph is refused (InvalidArgumentError) and left alone, as is
+// cudaStreamLegacy while a stream that it waits for is captured: launches of a graph are no work of
+// the stream that it was captured on.
 //
 // Failures. Memory that is not there: try_allocate() returns nullptr. A call that fails and leaves
 // the GPU usable: GpuCallError. One after which the GPU cannot be used (an illegal address in some
@@ -26,7 +31,7 @@
 
 namespace pagedlora::cuda {
 
-// Memory of the GPU that somebody else allocated, such as a tensor of torch.
+// Memory of the GPU that somebody else allocated, such as a tensor of torch (dlpack_memory.h).
 struct GpuMemory {
   void* begin = nullptr;
   std::size_t bytes = 0;
@@ -35,7 +40,8 @@ struct GpuMemory {
 
 struct CudaDeviceOptions {
   int ordinal = 0;
-  // Where arenas come from: one at a time, of at most bytes - 4095. Empty: from the runtime.
+  // Where arenas come from: one at a time, of at most bytes - 4095. What has been launched on the
+  // GPU is waited for first. memory_info() is that of this memory then. Empty: from the runtime.
   GpuMemory memory{};
 };
 

@@ -3,7 +3,9 @@
 //
 // Per step set_batch() says which rows use which leased task; per module apply() enqueues two
 // kernels. What the kernels read about a task is uploaded when it is first in a batch with its
-// present pages, and found again in later steps; a step itself uploads 20 bytes per row at most.
+// present pages, and found again in later steps; a step itself uploads 20 bytes per row at most, out
+// of pinned memory: set_batch() waits for the stream only if the upload of the batch before is still
+// on its way.
 // Buffers have the size that the options say, for good. With `for_graphs` launches do not depend on
 // the batch either, so that apply() may be captured in a graph once and replayed after any
 // set_batch() of as many rows, which is called outside of it.
@@ -31,6 +33,7 @@
 namespace pagedlora::cuda {
 
 class GpuContext;
+class UploadStage;
 
 struct CudaLoraOptions {
   std::uint32_t max_rows = 0;   // of one batch
@@ -56,7 +59,7 @@ class CudaLoraOperator {
 
   // Segments in row order; their lease must stay open until the kernels of this batch have run, or
   // be closed on `stream`. Throws InvalidArgumentError for more rows or tasks than the options say,
-  // and as the constructor; there is no batch then.
+  // or a stream that is being captured, and as the constructor; there is no batch then.
   void set_batch(std::span<const Segment> segments, void* stream);
   void clear_batch() { num_rows_ = 0; }
 
@@ -88,7 +91,9 @@ class CudaLoraOperator {
 
   std::uint32_t slot_of(const BatchLease::LeasedTask& leased);
   bool forget_oldest();
+  void check_is_not_captured(void* stream);
   void upload(void* stream);
+  void upload(const LoraTables::Change& change, void* stream);
   void check(ModuleIndex module, ModuleKind kind, std::uint32_t num_rows) const;
   struct LoraPass;
   LoraPass pass_of(ModuleIndex module) const;
@@ -100,10 +105,12 @@ class CudaLoraOperator {
   LoraTables tables_;
   std::unique_ptr<DeviceBuffer> table_;
   std::unique_ptr<DeviceBuffer> rank_space_;
+  std::unique_ptr<UploadStage> stage_;  // of the part of the tables that each step rewrites
   std::unordered_map<TaskId, Known> known_;
   std::uint64_t batch_ = 0;
   std::uint32_t num_rows_ = 0;
   bool shares_weights_ = false;  // among the rows of a tile
+  bool is_zeroed_ = false;       // table_, as tables_ is before the first task
   bool is_stale_ = false;        // an upload failed: the GPU has not what tables_ says
   std::vector<LoraTables::Segment> segments_;  // of set_batch, kept for its memory
 };

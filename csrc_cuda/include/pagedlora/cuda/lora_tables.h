@@ -6,9 +6,9 @@
 // when the first of its tasks becomes resident, and kept for the next until its room is needed; a
 // task's pages and scales once per residency.
 //
-// Makes no CUDA calls. The owner uploads take_changes() on the stream of the kernels before it
-// launches them; if the copies read this memory directly, nothing here may be changed until they
-// have ended.
+// Makes no CUDA calls. The owner fills the kernels' buffer with zeros once, and uploads take_changes()
+// on the stream of the kernels before it launches them; if the copies read this memory directly,
+// nothing here may be changed until they have ended.
 //
 // Thread-compatible.
 #pragma once
@@ -74,7 +74,7 @@ class LoraTables {
   std::uint32_t num_tiles() const { return num_tiles_; }
   std::span<const std::byte> bytes() const { return bytes_; }
 
-  // What changed since the last call: ascending, apart from each other. All of it at first.
+  // What changed since the last call: ascending, apart from each other. At first all is zero.
   std::vector<Change> take_changes();
 
   // For kernels that find the buffer at `base`, a multiple of 16.
