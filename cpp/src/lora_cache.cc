@@ -262,10 +262,7 @@ void LoraCache::set_class(TaskId task, EvictionClass eviction_class, std::uint64
   }
 }
 
-void LoraCache::set_class(Entry& entry, EvictionClass eviction_class, std::uint64_t distance) {
-  if (entry.eviction_class == eviction_class && entry.node.distance == distance) {
-    return;
-  }
+void LoraCache::change_class(Entry& entry, EvictionClass eviction_class, std::uint64_t distance) {
   leave_policy(entry);
   entry.eviction_class = eviction_class;
   entry.node.distance = distance;

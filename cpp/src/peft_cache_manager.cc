@@ -75,10 +75,10 @@ TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) 
     ++next_task_;
   }
   const TaskId task{next_task_++};
-  TaskRecord record;
-  record.plan = std::move(plan);
-  largest_pages_ = std::max<std::size_t>(largest_pages_, layout_of(record)->num_pages());
-  records_.emplace(task, std::move(record));
+  const std::size_t pages = layouts_.get(plan->row_shapes())->num_pages();
+  largest_pages_ = std::max(largest_pages_, pages);
+  shortcuts_.reserve(records_.size() + 1);
+  records_.try_emplace(task, task, nullptr, std::string()).first->second.plan = std::move(plan);
   return task;
 }
 
@@ -89,12 +89,9 @@ void PeftCacheManager::unregister_task(TaskId task) {
   if (found == records_.end()) {
     return;
   }
-  const TaskOwners::Sets* sets = owners_.sets_of(task);
-  const LoraCache::Entry* on_device = device_.find(task);
-  const bool is_leased = on_device != nullptr && on_device->pins != 0;
-  if (sets != nullptr || found->second.user_pins != 0 || is_leased) {
-    throw AdapterInUseError(task, sets == nullptr ? 0 : sets->active.size() + sets->paused.size(),
-                            found->second.user_pins, is_leased);
+  const TaskRecord& known = found->second;
+  if (known.is_owned() || known.user_pins != 0 || known.is_leased()) {
+    throw AdapterInUseError(task, known.num_owners(), known.user_pins, known.is_leased());
   }
   for (const Tier tier : {Tier::host, Tier::device}) {
     if (cache_of(tier).find(task) != nullptr) {
@@ -102,6 +99,7 @@ void PeftCacheManager::unregister_task(TaskId task) {
     }
   }
   std::erase(window_, task);
+  shortcuts_.forget(known);
   record = records_.extract(task);
 }
 
@@ -113,40 +111,41 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
     owners_.check_add(request, task);
     return;
   }
-  TaskRecord& record = admit_record(request, task, weights, started);
-  LoraCache::Entry* on_host = host_.find(task);
-  const bool was_on_host = on_host != nullptr;
+  TaskRecord* const known = weights == nullptr ? find_record(task) : nullptr;
+  // In the host tier becoming an owner is all that is left, and refused where it must be.
+  const bool is_admitted = known != nullptr && known->host_entry != nullptr;
+  TaskRecord& record = is_admitted ? *known : admit_record(request, task, weights, started);
+  const bool was_on_host = record.host_entry != nullptr;
+  if (!was_on_host) {
+    bring_into_host(task, weights != nullptr ? weights->plan : record.plan, started);
+  }
+  const TaskOwners::Added added = add_owner(request, record, started, was_on_host);
+  iteration_.requests_resumed += added == TaskOwners::Added::resumed ? 1U : 0U;
   if (was_on_host) {
     ++stats_.host.hits;
-    host_.use(*on_host, ++uses_);
-  } else {
-    bring_into_host(task, weights != nullptr ? weights->plan : record.plan, started);
-    on_host = host_.find(task);
+    host_.use(*record.host_entry, ++uses_);
   }
-  const TaskOwners::Added added = add_owner(request, task, started, *on_host, was_on_host);
-  iteration_.requests_resumed += added == TaskOwners::Added::resumed ? 1U : 0U;
-  LoraCache::Entry* on_device = device_.find(task);
-  update_class(task, record, on_host, on_device);
+  update_class(record);
   ++uses_;
-  if (on_device != nullptr) {
-    device_.use(*on_device, uses_);
+  if (record.device_entry != nullptr) {
+    device_.use(*record.device_entry, uses_);
   }
 }
 
 // Takes back what the request has brought in if it cannot become an owner.
-TaskOwners::Added PeftCacheManager::add_owner(RequestId request, TaskId task, bool started,
-                                              LoraCache::Entry& on_host, bool was_on_host) {
+TaskOwners::Added PeftCacheManager::add_owner(RequestId request, TaskRecord& record, bool started,
+                                              bool was_on_host) {
   try {
-    bool is_first_owner = false;
-    const TaskOwners::Added added = owners_.add(request, task, started, &is_first_owner);
+    const bool is_first_owner = !record.is_owned();
+    const TaskOwners::Added added = owners_.add(request, record, started);
     if (is_first_owner) {
-      host_.pin(on_host);
+      host_.pin(*record.host_entry);
     }
     return added;
-  } catch (...) {  // out of memory
+  } catch (...) {  // out of memory, or, if the task was on the host, a conflict
     if (!was_on_host) {
-      give_up_copy(Tier::host, task);
-      forget_if_gone(task);
+      give_up_copy(Tier::host, record.id());
+      forget_if_gone(record.id());
     }
     throw;
   }
@@ -161,43 +160,39 @@ void PeftCacheManager::mark_request_done(RequestId request, bool pause) {
   }
   ++(pause ? iteration_.requests_paused : iteration_.requests_terminated);
   iteration_.tasks_released_device += released->last_active ? 1U : 0U;
-  LoraCache::Entry* on_host = host_.find(released->task);
+  const auto& record = static_cast<const TaskRecord&>(*released->task);
+  update_class(record);
   if (released->last) {
     ++iteration_.tasks_released_host;
-    host_.unpin(*on_host);  // owners keep it there
-  }
-  update_class(released->task, records_.at(released->task), on_host, device_.find(released->task));
-}
-
-void PeftCacheManager::update_class(TaskId task) {
-  if (const auto found = records_.find(task); found != records_.end()) {
-    update_class(task, found->second, host_.find(task), device_.find(task));
+    host_.unpin(*record.host_entry);  // owners keep it there
   }
 }
 
 // Least evictable owner first: active and started, paused, not started or in the window, none.
-// Entries that are absent are nullptr.
-void PeftCacheManager::update_class(TaskId task, const TaskRecord& record,
-                                    LoraCache::Entry* on_host, LoraCache::Entry* on_device) {
+void PeftCacheManager::update_class(const TaskRecord& record) {
   const std::uint64_t position = record.window_position;
   const EvictionClass in_window =
       position != kNoDistance ? EvictionClass::waiting : EvictionClass::unowned;
-  if (on_host != nullptr) {
-    host_.set_class(*on_host, in_window, position);
+  if (record.host_entry != nullptr) {
+    host_.set_class(*record.host_entry, in_window, position);
   }
-  if (on_device == nullptr) {
-    return;
+  if (record.device_entry != nullptr) {
+    update_device_class(record, in_window);
   }
-  const TaskOwners::Sets* sets = owners_.sets_of(task);
-  if (sets == nullptr) {
-    device_.set_class(*on_device, in_window, position);
-  } else if (sets->num_started != 0) {
-    device_.set_class(*on_device, EvictionClass::active);
-  } else if (!sets->paused.empty()) {
-    device_.set_class(*on_device, EvictionClass::paused);
+}
+
+void PeftCacheManager::update_device_class(const TaskRecord& record, EvictionClass in_window) {
+  LoraCache::Entry& on_device = *record.device_entry;
+  const std::uint64_t position = record.window_position;
+  if (!record.is_owned()) {
+    device_.set_class(on_device, in_window, position);
+  } else if (record.num_started() != 0) {
+    device_.set_class(on_device, EvictionClass::active);
+  } else if (record.num_paused() != 0) {
+    device_.set_class(on_device, EvictionClass::paused);
   } else {
-    device_.set_class(*on_device, EvictionClass::waiting,
-                      std::min(position, kBehindWindow + sets->owned_since));
+    device_.set_class(on_device, EvictionClass::waiting,
+                      std::min(position, kBehindWindow + record.owned_since()));
   }
 }
 
@@ -207,14 +202,11 @@ PeftCacheManager::TaskRecord& PeftCacheManager::admit_record(RequestId request, 
                                                              const CarriedWeights* weights,
                                                              bool started) {
   owners_.check_add(request, task);
-  const auto found = records_.find(task);
   if (weights == nullptr) {
-    if (found == records_.end()) {
-      throw PeftTaskNotCachedError(task);
-    }
-    return found->second;
+    return require_record(task);
   }
-  if (found != records_.end() && found->second.digest.empty()) {
+  const TaskRecord* known = find_record(task);
+  if (known != nullptr && known->digest.empty()) {
     throw RequestConflictError("task " + std::to_string(task.value) +
                                " is a registered adapter; a request cannot bring weights for it");
   }
@@ -227,9 +219,7 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights,
     throw InvalidArgumentError("weights that a request carries need a digest");
   }
   check_plan(*weights.plan);
-  TaskRecord record;
-  record.plan = weights.plan->without_source();
-  record.digest = weights.digest;
+  TaskRecord record(task, weights.plan->without_source(), weights.digest);
   const auto found = records_.find(task);
   // The shapes are compared as well, so that a digest of too little cannot misplace anything.
   if (found != records_.end() && found->second.digest == weights.digest &&
@@ -242,15 +232,14 @@ void PeftCacheManager::admit_carried(TaskId task, const CarriedWeights& weights,
     replace_carried(task, found->second, pages, started);
   }
   largest_pages_ = std::max(largest_pages_, pages);
-  records_.try_emplace(task, std::move(record));
+  shortcuts_.reserve(records_.size() + 1);
+  records_.try_emplace(task, task, std::move(record.plan), std::move(record.digest));
 }
 
 // Forgets the old weights under a task id, if nobody uses them and the new ones can follow.
 void PeftCacheManager::replace_carried(TaskId task, const TaskRecord& old, std::size_t pages,
                                        bool started) {
-  const LoraCache::Entry* on_device = device_.find(task);
-  if (owners_.has_any(task) || old.user_pins != 0 ||
-      (on_device != nullptr && on_device->pins != 0)) {
+  if (old.is_owned() || old.user_pins != 0 || old.is_leased()) {
     throw RequestConflictError("task " + std::to_string(task.value) +
                                " is in use with other weights; use another task id for these");
   }
@@ -264,6 +253,7 @@ void PeftCacheManager::replace_carried(TaskId task, const TaskRecord& old, std::
     }
   }
   std::erase(window_, task);
+  shortcuts_.forget(old);
   records_.erase(task);
 }
 
@@ -278,12 +268,25 @@ std::shared_ptr<const Layout> PeftCacheManager::layout_of(TaskRecord& record) {
   return record.layout != nullptr ? record.layout : layouts_.get(record.plan->row_shapes());
 }
 
+PeftCacheManager::TaskRecord* PeftCacheManager::find_record(TaskId task) {
+  TaskRecord* record = shortcuts_.find(task);
+  if (record == nullptr) {
+    const auto found = records_.find(task);
+    if (found == records_.end()) {
+      return nullptr;
+    }
+    record = &found->second;
+    shortcuts_.remember(*record, record->host_entry);
+  }
+  return record;
+}
+
 PeftCacheManager::TaskRecord& PeftCacheManager::require_record(TaskId task) {
-  const auto found = records_.find(task);
-  if (found == records_.end()) {
+  TaskRecord* record = find_record(task);
+  if (record == nullptr) {
     throw PeftTaskNotCachedError(task);
   }
-  return found->second;
+  return *record;
 }
 
 const PeftCacheManager::TaskRecord& PeftCacheManager::require_record(TaskId task) const {
@@ -308,12 +311,13 @@ void PeftCacheManager::check_fits_some_day(TaskRecord& record) {
 // is in a tier, and all of a task that nothing can bring back.
 void PeftCacheManager::forget_if_gone(TaskId task) {
   const auto found = records_.find(task);
-  if (found == records_.end() || host_.find(task) != nullptr || device_.find(task) != nullptr) {
+  if (found == records_.end() || found->second.is_in_a_tier()) {
     return;
   }
   found->second.layout.reset();
-  if (found->second.plan->source() == nullptr && !owners_.has_any(task)) {
+  if (found->second.plan->source() == nullptr && !found->second.is_owned()) {
     std::erase(window_, task);
+    shortcuts_.forget(found->second);
     records_.erase(found);
   }
 }
@@ -349,12 +353,12 @@ void PeftCacheManager::pin(TaskId task) {
     if (pages + kept > left) {
       throw LoraCacheFullError(host_.tier(), pages + kept, left, 0);
     }
-    if (host_.find(task) == nullptr) {
+    if (record.host_entry == nullptr) {
       bring_into_host(task, record.plan, false);
     } else {
-      host_.use(task, ++uses_);
+      host_.use(*record.host_entry, ++uses_);
     }
-    host_.pin(task);
+    host_.pin(*record.host_entry);
     user_pinned_pages_ += pages;
   }
   ++record.user_pins;
@@ -368,7 +372,7 @@ void PeftCacheManager::unpin(TaskId task) {
   }
   if (--record.user_pins == 0) {
     user_pinned_pages_ -= record.layout->num_pages();
-    host_.unpin(task);
+    host_.unpin(*record.host_entry);
   }
 }
 

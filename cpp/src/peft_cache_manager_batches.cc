@@ -67,8 +67,9 @@ void PeftCacheManager::claim_batch(bool reset_device_cache) {
   std::size_t needed = 0;
   std::size_t kept = 0;
   for (const BatchTask& item : batch_) {
-    const LoraCache::Entry* entry = device_.find(item.task);
-    needed += entry == nullptr ? records_.at(item.task).layout->num_pages() : 0;
+    const TaskRecord& record = records_.at(item.task);
+    const LoraCache::Entry* entry = record.device_entry;
+    needed += entry == nullptr ? record.layout->num_pages() : 0;
     kept += entry != nullptr && entry->pins == 0 ? entry->pages.size() : 0;
   }
   if (const std::optional<Shortage> shortage = device_.shortage(needed, kept)) {
@@ -95,11 +96,12 @@ void PeftCacheManager::claim_batch(bool reset_device_cache) {
 
 void PeftCacheManager::pin_present_tasks() {
   for (BatchTask& item : batch_) {
-    if (device_.find(item.task) != nullptr) {
+    const TaskRecord& record = records_.at(item.task);
+    if (record.device_entry != nullptr) {
       ++stats_.device.hits;
-      device_.pin(item.task);
+      device_.pin(*record.device_entry);
       item.is_pinned = true;
-      update_class(item.task);
+      update_class(record);
     }
   }
 }
@@ -203,7 +205,7 @@ void PeftCacheManager::fill_lease(std::span<const RequestId> requests, BatchLeas
 void PeftCacheManager::start_requests(const BatchLease& lease) noexcept {
   for (const BatchLease::LeasedRequest& leased : lease.requests()) {
     if (owners_.start(leased.request)) {
-      update_class(lease.tasks()[leased.position].task);
+      update_class(records_.at(lease.tasks()[leased.position].task));
     }
   }
 }

@@ -48,7 +48,7 @@ void PeftCacheManager::make_room(Tier tier, std::size_t pages) {
   forget_last();
 }
 
-// Counts it, and stops what fills the copy.
+// Before a copy is given up: counts it, and stops what fills it.
 void PeftCacheManager::note_eviction(Tier tier, TaskId task) {
   const bool on_host = tier == Tier::host;
   TierStats& stats = on_host ? stats_.host : stats_.device;
@@ -64,6 +64,7 @@ void PeftCacheManager::note_eviction(Tier tier, TaskId task) {
     fail_dependent_device_copy(task, nullptr);
   }
   TaskRecord& record = records_.at(task);
+  (on_host ? record.host_entry : record.device_entry) = nullptr;
   const std::shared_ptr<FillJob> job =
       std::exchange(on_host ? record.host_job : record.device_job, nullptr);
   if (job == nullptr) {
@@ -80,7 +81,7 @@ void PeftCacheManager::note_eviction(Tier tier, TaskId task) {
 // Before its host copy is given up: a device copy that was to be made with it, or of it, cannot be.
 void PeftCacheManager::fail_dependent_device_copy(TaskId task, const std::exception_ptr& error) {
   TaskRecord& record = records_.at(task);
-  const LoraCache::Entry* on_device = device_.find(task);
+  const LoraCache::Entry* on_device = record.device_entry;
   if (on_device != nullptr && on_device->state == EntryState::loading &&
       (record.device_job == nullptr || record.device_job == record.host_job)) {
     fail_device_copy(task, record, error);
@@ -93,6 +94,7 @@ void PeftCacheManager::fail_device_copy(TaskId task, TaskRecord& record,
                                         const std::exception_ptr& error) {
   record.device_job.reset();
   record.copy_error = error;
+  record.device_entry = nullptr;
   device_.fail(task);
   for (BatchTask& item : batch_) {
     if (item.task == task) {
@@ -134,14 +136,12 @@ std::optional<Shortage> PeftCacheManager::host_shortage(std::size_t pages, bool 
 // Tasks that can be taken from their owners, of whom none has started.
 std::vector<PeftCacheManager::Revocable> PeftCacheManager::revocable_tasks() const {
   std::vector<Revocable> revocable;
-  for (const auto& [task, sets] : owners_.by_task()) {
-    const TaskRecord& record = records_.at(task);
-    const LoraCache::Entry* on_device = device_.find(task);
-    const bool is_leased = on_device != nullptr && on_device->pins != 0;
-    if (sets.is_revocable() && record.user_pins == 0 && !is_leased) {
-      revocable.push_back({sets.owned_since, task, record.layout->num_pages()});
+  owners_.visit([&](const OwnedTask& task) {
+    const auto& record = static_cast<const TaskRecord&>(task);
+    if (task.is_revocable() && record.user_pins == 0 && !record.is_leased()) {
+      revocable.push_back({task.owned_since(), task.id(), record.layout->num_pages()});
     }
-  }
+  });
   return revocable;
 }
 
@@ -154,22 +154,24 @@ void PeftCacheManager::revoke_owners(std::size_t missing_pages) {
       break;
     }
     missing_pages -= std::min(missing_pages, next.pages);
-    owners_.revoke(next.task);
-    host_.unpin(next.task);
-    update_class(next.task);
+    TaskRecord& record = records_.at(next.task);
+    owners_.revoke(record);
+    host_.unpin(*record.host_entry);
+    update_class(record);
   }
 }
 
 // Afterwards the task, which had none, has a host entry that is loading.
 void PeftCacheManager::bring_into_host(TaskId task, const std::shared_ptr<const AdapterPlan>& plan,
                                        bool started) {
+  TaskRecord& record = records_.at(task);
   try {
-    start_host_load(task, records_.at(task), plan, started);
+    start_host_load(task, record, plan, started);
   } catch (...) {
     forget_if_gone(task);
     throw;
   }
-  update_class(task);
+  update_class(record);
   ++stats_.host.misses;
 }
 
@@ -193,13 +195,25 @@ void PeftCacheManager::start_host_load(TaskId task, TaskRecord& record,
   }
 }
 
+PageUses PeftCacheManager::claim_on_host(TaskRecord& record) {
+  PageUses waits = host_.claim(record.id(), record.layout->num_pages(), ++uses_);
+  record.host_entry = host_.find(record.id());
+  shortcuts_.remember(record, record.host_entry);
+  return waits;
+}
+
+void PeftCacheManager::fail_on_host(TaskRecord& record) {
+  record.host_entry = nullptr;
+  host_.fail(record.id());
+}
+
 void PeftCacheManager::start_source_load(TaskId task, TaskRecord& record,
                                          const std::shared_ptr<const AdapterPlan>& plan) {
-  const PageUses waits = host_.claim(task, record.layout->num_pages(), ++uses_);
+  const PageUses waits = claim_on_host(record);
   try {
     submit_source_load(task, record, plan, waits);
   } catch (...) {
-    host_.fail(task);
+    fail_on_host(record);
     throw;
   }
 }
@@ -220,7 +234,7 @@ void PeftCacheManager::submit_source_load(TaskId task, TaskRecord& record,
 
 // Host tier <- device tier.
 void PeftCacheManager::start_refill(TaskId task, TaskRecord& record) {
-  const PageUses waits = host_.claim(task, record.layout->num_pages(), ++uses_);
+  const PageUses waits = claim_on_host(record);
   try {
     const auto from = std::make_shared<OwnTaskPages>(pages_of(device_, task, record), record.layout,
                                                      device_.pool().arena());
@@ -234,7 +248,7 @@ void PeftCacheManager::start_refill(TaskId task, TaskRecord& record) {
     ensure_workers_->submit(job);
     record.host_job = std::move(job);
   } catch (...) {
-    host_.fail(task);
+    fail_on_host(record);
     throw;
   }
 }
@@ -242,8 +256,9 @@ void PeftCacheManager::start_refill(TaskId task, TaskRecord& record) {
 // Room must have been made. The pages are filled by start_device_fill.
 void PeftCacheManager::claim_on_device(TaskId task, TaskRecord& record) {
   record.device_waits = device_.claim(task, record.layout->num_pages(), ++uses_);
+  record.device_entry = device_.find(task);
   record.copy_error = nullptr;
-  update_class(task);
+  update_class(record);
 }
 
 // Fills the device entry that was claimed: now, in the pass that fills the host entry, or, if that

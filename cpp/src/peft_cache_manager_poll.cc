@@ -89,7 +89,9 @@ void PeftCacheManager::apply_to_host(TaskRecord& record, FillJob& job,
     stats_.source_bytes += load->source_bytes();
     record.checksum = load->checksum();
   }
-  if (device_.find(task) != nullptr && !device_.is_resident(task) && record.device_job == nullptr) {
+  const LoraCache::Entry* on_device = record.device_entry;
+  if (on_device != nullptr && on_device->state != EntryState::resident &&
+      record.device_job == nullptr) {
     try {
       start_device_fill(task, record);
     } catch (const std::exception&) {
@@ -115,7 +117,7 @@ bool PeftCacheManager::reads_source_instead(TaskRecord& record, const FillJob& j
 
 void PeftCacheManager::fail_host_copy(TaskId task, TaskRecord& record,
                                       const std::exception_ptr& error) {
-  fail_owners(task, error);  // all that may throw
+  fail_owners(record, error);  // all that may throw
   record.load_error = error;
   if (record.user_pins != 0) {
     user_pinned_pages_ -= record.layout->num_pages();
@@ -123,20 +125,20 @@ void PeftCacheManager::fail_host_copy(TaskId task, TaskRecord& record,
   }
   fail_dependent_device_copy(task, error);
   record.host_job.reset();
-  host_.fail(task);
+  fail_on_host(record);
 }
 
-void PeftCacheManager::fail_owners(TaskId task, const std::exception_ptr& error) {
-  const TaskOwners::Sets* sets = owners_.sets_of(task);
-  if (sets == nullptr) {
+void PeftCacheManager::fail_owners(TaskRecord& record, const std::exception_ptr& error) {
+  if (!record.is_owned()) {
     return;
   }
-  newly_failed_.reserve(newly_failed_.size() + sets->active.size() + sets->paused.size());
-  std::vector<RequestId> failed(sets->active.begin(), sets->active.end());
-  failed.insert(failed.end(), sets->paused.begin(), sets->paused.end());
-  owners_.fail(task, error);
-  newly_failed_.insert(newly_failed_.end(), failed.begin(), failed.end());
-  update_class(task);
+  newly_failed_.reserve(newly_failed_.size() + record.num_owners());
+  const std::set<RequestId> active = record.active();
+  const std::set<RequestId> paused = record.paused();
+  owners_.fail(record, error);
+  newly_failed_.insert(newly_failed_.end(), active.begin(), active.end());
+  newly_failed_.insert(newly_failed_.end(), paused.begin(), paused.end());
+  update_class(record);
 }
 
 void PeftCacheManager::expire_loads() {

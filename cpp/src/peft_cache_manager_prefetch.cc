@@ -19,10 +19,11 @@ void PeftCacheManager::prefetch(std::span<const TaskId> window) {
     if (found == records_.end()) {
       continue;
     }
-    if (host_.find(task) == nullptr) {
-      host_has_room = host_has_room && prefetch_into_host(task, found->second);
-    } else if (host_.is_resident(task) && device_.find(task) == nullptr) {
-      device_has_room = device_has_room && prefetch_into_device(task, found->second);
+    TaskRecord& record = found->second;
+    if (record.host_entry == nullptr) {
+      host_has_room = host_has_room && prefetch_into_host(task, record);
+    } else if (record.host_entry->state == EntryState::resident && record.device_entry == nullptr) {
+      device_has_room = device_has_room && prefetch_into_device(task, record);
     }
   }
 }
@@ -43,11 +44,10 @@ void PeftCacheManager::replace_window(std::span<const TaskId> window) {
       window_.push_back(task);
     }
   }
-  for (const TaskId task : previous) {
-    update_class(task);
-  }
-  for (const TaskId task : window_) {
-    update_class(task);
+  for (const std::vector<TaskId>* tasks : {&previous, &std::as_const(window_)}) {
+    for (const TaskId task : *tasks) {
+      update_class(records_.at(task));
+    }
   }
 }
 

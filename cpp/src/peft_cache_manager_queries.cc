@@ -24,33 +24,35 @@ bool PeftCacheManager::is_task_cached(TaskId task, Tier tier) const {
 
 bool PeftCacheManager::is_task_done(TaskId task) const {
   const std::scoped_lock lock(mutex_);
-  return !owners_.has_any(task);
+  const auto found = records_.find(task);
+  return found == records_.end() || !found->second.is_owned();
 }
 
 bool PeftCacheManager::is_task_done_device(TaskId task) const {
   const std::scoped_lock lock(mutex_);
-  return !owners_.has_active(task);
+  const auto found = records_.find(task);
+  return found == records_.end() || found->second.num_active() == 0;
 }
 
 std::unordered_map<TaskId, std::set<RequestId>> PeftCacheManager::active_tasks() const {
   const std::scoped_lock lock(mutex_);
   std::unordered_map<TaskId, std::set<RequestId>> tasks;
-  for (const auto& [task, sets] : owners_.by_task()) {
-    if (!sets.active.empty()) {
-      tasks.emplace(task, sets.active);
+  owners_.visit([&](const OwnedTask& task) {
+    if (task.num_active() != 0) {
+      tasks.emplace(task.id(), task.active());
     }
-  }
+  });
   return tasks;
 }
 
 std::unordered_map<TaskId, std::set<RequestId>> PeftCacheManager::paused_tasks() const {
   const std::scoped_lock lock(mutex_);
   std::unordered_map<TaskId, std::set<RequestId>> tasks;
-  for (const auto& [task, sets] : owners_.by_task()) {
-    if (!sets.paused.empty()) {
-      tasks.emplace(task, sets.paused);
+  owners_.visit([&](const OwnedTask& task) {
+    if (task.num_paused() != 0) {
+      tasks.emplace(task.id(), task.paused());
     }
-  }
+  });
   return tasks;
 }
 
@@ -114,7 +116,7 @@ void PeftCacheManager::evict_unowned(Tier tier) {
   const std::scoped_lock lock(mutex_);
   std::vector<TaskId> victims;
   for (const auto& [task, entry] : cache_of(tier).entries()) {
-    if (entry.pins == 0 && !owners_.has_any(task)) {
+    if (entry.pins == 0 && !records_.at(task).is_owned()) {
       victims.push_back(task);
     }
   }
@@ -159,12 +161,13 @@ IterationStats PeftCacheManager::get_and_reset_iteration_stats() {
   stats.host_pages_total = host_.pool().num_pages();
   stats.host_pages_available = host_.pool().num_free();
   for (const auto& [task, entry] : device_.entries()) {
-    ++(owners_.has_active(task) ? stats.device_tasks_in_progress : stats.device_tasks_done);
+    ++(records_.at(task).num_active() != 0 ? stats.device_tasks_in_progress
+                                           : stats.device_tasks_done);
   }
-  for (const auto& [task, sets] : owners_.by_task()) {
-    stats.active_tasks += sets.active.empty() ? 0U : 1U;
-    stats.paused_tasks += sets.paused.empty() ? 0U : 1U;
-  }
+  owners_.visit([&](const OwnedTask& task) {
+    stats.active_tasks += task.num_active() == 0 ? 0U : 1U;
+    stats.paused_tasks += task.num_paused() == 0 ? 0U : 1U;
+  });
   return stats;
 }
 
@@ -190,12 +193,12 @@ void PeftCacheManager::check_invariants() const {
 
 void PeftCacheManager::check_host_pins() const {
   std::size_t user_pinned = 0;
-  for (const auto& [task, sets] : owners_.by_task()) {
-    require(host_.find(task) != nullptr, task, "has owners but is not in the host tier");
-  }
+  owners_.visit([&](const OwnedTask& task) {
+    require(host_.find(task.id()) != nullptr, task.id(), "has owners but is not in the host tier");
+  });
   for (const auto& [task, entry] : host_.entries()) {
     const TaskRecord& record = records_.at(task);
-    const unsigned pins = (owners_.has_any(task) ? 1U : 0U) + (record.user_pins != 0 ? 1U : 0U);
+    const unsigned pins = (record.is_owned() ? 1U : 0U) + (record.user_pins != 0 ? 1U : 0U);
     require(entry.pins == pins, task, "has other pins in the host tier than its owners explain");
     require((entry.state == EntryState::loading) == (record.host_job != nullptr), task,
             "is loading into the host tier without a load, or has a load without loading");
@@ -226,16 +229,32 @@ void PeftCacheManager::check_device_pins() const {
 }
 
 void PeftCacheManager::check_records() const {
+  std::size_t num_owned = 0;
+  owners_.visit([&](const OwnedTask& task) {
+    const auto found = records_.find(task.id());
+    require(found != records_.end() && &found->second == &task, task.id(),
+            "has owners but another record, or none");
+    ++num_owned;
+  });
+  std::size_t num_remembered = 0;
   for (const auto& [task, record] : records_) {
-    const bool gone = host_.find(task) == nullptr && device_.find(task) == nullptr;
+    num_remembered += shortcuts_.find(task) == &record ? 1U : 0U;
+    require(record.id() == task && record.host_entry == host_.find(task) &&
+                record.device_entry == device_.find(task),
+            task, "has a record of another task, or of entries that are not there");
+    num_owned -= record.is_owned() ? 1U : 0U;
+    const bool gone = !record.is_in_a_tier();
     require(gone == (record.layout == nullptr), task,
             "keeps a layout while in no tier, or has none");
-    require(record.plan->source() != nullptr || !gone || owners_.has_any(task), task,
+    require(record.plan->source() != nullptr || !gone || record.is_owned(), task,
             "is remembered although nothing can bring it back");
-    require(host_.find(task) != nullptr || (record.host_job == nullptr && record.user_pins == 0),
+    require(record.host_entry != nullptr || (record.host_job == nullptr && record.user_pins == 0),
             task, "is loaded or pinned without being in the host tier");
-    require(device_.find(task) != nullptr || record.device_job == nullptr, task,
+    require(record.device_entry != nullptr || record.device_job == nullptr, task,
             "is copied to the device without being there");
+  }
+  if (num_owned != 0 || num_remembered != shortcuts_.size()) {
+    throw std::logic_error("a task has owners that nobody lists, or a shortcut leads nowhere");
   }
   for (const TaskId task : window_) {
     require(records_.contains(task), task, "is unknown but in the prefetch window");

@@ -7,10 +7,39 @@
 #include "pagedlora/errors.h"
 
 namespace pagedlora {
+namespace {
+
+[[noreturn]] void refuse(RequestId request, TaskId current, TaskId task) {
+  throw RequestConflictError("request " + std::to_string(request.value) + " is alive with task " +
+                             std::to_string(current.value) + " and cannot be added for task " +
+                             std::to_string(task.value) +
+                             "; mark it done first, or use another request id");
+}
+
+}  // namespace
+
+std::set<RequestId> OwnedTask::owners(bool is_paused) const {
+  std::set<RequestId> requests;
+  for (const Life* life = first_; life != nullptr; life = life->next) {
+    if (life->is_paused == is_paused) {
+      requests.insert(life->request);
+    }
+  }
+  return requests;
+}
+
+const TaskOwners::Life* TaskOwners::find(RequestId request) const {
+  const auto found = lives_.find(request);
+  return found == lives_.end() ? nullptr : &found->second;
+}
+
+TaskOwners::Life* TaskOwners::find(RequestId request) {
+  return const_cast<Life*>(std::as_const(*this).find(request));
+}
 
 std::optional<TaskId> TaskOwners::task_of(RequestId request) const {
-  if (const auto found = lives_.find(request); found != lives_.end()) {
-    return found->second.task;
+  if (const Life* life = find(request)) {
+    return life->task->id();
   }
   const Failure* failure = failure_of(request);
   return failure == nullptr ? std::nullopt : std::optional(failure->task);
@@ -24,106 +53,124 @@ const TaskOwners::Failure* TaskOwners::failure_of(RequestId request) const {
   return found == failures_.end() ? nullptr : &found->second;
 }
 
-const TaskOwners::Sets* TaskOwners::sets_of(TaskId task) const {
-  const auto found = by_task_.find(task);
-  return found == by_task_.end() ? nullptr : &found->second;
-}
-
-bool TaskOwners::has_active(TaskId task) const {
-  const Sets* sets = sets_of(task);
-  return sets != nullptr && !sets->active.empty();
-}
-
 bool TaskOwners::is_active(RequestId request) const {
-  const auto found = lives_.find(request);
-  return found != lives_.end() && !found->second.is_paused;
+  const Life* life = find(request);
+  return life != nullptr && !life->is_paused;
 }
 
 bool TaskOwners::has_started(RequestId request) const {
-  const auto found = lives_.find(request);
-  return found != lives_.end() && found->second.started;
+  const Life* life = find(request);
+  return life != nullptr && life->started;
 }
 
 void TaskOwners::check_add(RequestId request, TaskId task) const {
   const std::optional<TaskId> current = task_of(request);
   if (current && *current != task) {
-    throw RequestConflictError("request " + std::to_string(request.value) + " is alive with task " +
-                               std::to_string(current->value) + " and cannot be added for task " +
-                               std::to_string(task.value) +
-                               "; mark it done first, or use another request id");
+    refuse(request, *current, task);
   }
 }
 
-TaskOwners::Added TaskOwners::add(RequestId request, TaskId task, bool started, bool* first) {
-  if (first != nullptr) {
-    *first = false;
-  }
+TaskOwners::Added TaskOwners::add(RequestId request, OwnedTask& task, bool started) {
   if (failure_of(request) != nullptr) {
-    check_add(request, task);
+    check_add(request, task.id());
     return Added::already;
   }
-  const auto [life, is_newcomer] = lives_.try_emplace(request, Life{task, started, false});
-  if (!is_newcomer) {
-    check_add(request, task);
-    if (!life->second.is_paused) {
-      return Added::already;
-    }
-    Sets& sets = by_task_.at(task);
-    sets.active.insert(sets.paused.extract(request));
-    ++sets.num_started;
-    life->second.is_paused = false;
-    return Added::resumed;
+  const auto [found, is_newcomer] = find_or_begin(request);  // all that may run out of memory
+  Life& life = *found;
+  if (is_newcomer) {
+    life = {request, &task, nullptr, nullptr, started, false};
+    enter(life, task);
+    return Added::newly;
   }
-  bool is_new = false;
-  try {
-    const auto [sets, inserted] = by_task_.try_emplace(task);
-    is_new = inserted;
-    sets->second.active.insert(request);
-    sets->second.num_started += started ? 1U : 0U;
-    sets->second.owned_since = is_new ? ++adds_ : sets->second.owned_since;
-  } catch (...) {  // out of memory
-    lives_.erase(life);
-    if (is_new) {
-      by_task_.erase(task);
-    }
-    throw;
+  if (life.task != &task) {
+    refuse(request, life.task->id(), task.id());
   }
-  if (first != nullptr) {
-    *first = is_new;
+  if (!life.is_paused) {
+    return Added::already;
   }
-  return Added::newly;
+  life.is_paused = false;
+  --task.num_paused_;
+  ++task.num_active_;
+  ++task.num_started_;
+  return Added::resumed;
+}
+
+// Whether the life is new, and then of nobody.
+std::pair<TaskOwners::Life*, bool> TaskOwners::find_or_begin(RequestId request) {
+  if (spares_.empty()) {
+    const auto [found, is_new] = lives_.try_emplace(request);
+    return {&found->second, is_new};
+  }
+  spares_.back().key() = request;
+  auto inserted = lives_.insert(std::move(spares_.back()));
+  if (inserted.inserted) {
+    spares_.pop_back();
+  } else {
+    spares_.back() = std::move(inserted.node);
+  }
+  return {&inserted.position->second, inserted.inserted};
+}
+
+void TaskOwners::enter(Life& life, OwnedTask& task) {
+  if (!task.is_owned()) {
+    task.owned_since_ = ++adds_;
+  } else {
+    life.next = task.first_;
+    life.next->previous = &life;
+  }
+  task.first_ = &life;
+  ++task.num_active_;
+  task.num_started_ += life.started ? 1U : 0U;
+}
+
+void TaskOwners::end(Lives::iterator found) {
+  Life& life = found->second;
+  OwnedTask& task = *life.task;
+  if (life.is_paused) {
+    --task.num_paused_;
+  } else {
+    --task.num_active_;
+    task.num_started_ -= life.started ? 1U : 0U;
+  }
+  (life.previous == nullptr ? task.first_ : life.previous->next) = life.next;
+  if (life.next != nullptr) {
+    life.next->previous = life.previous;
+  }
+  if (spares_.size() < kMaxSpares) {
+    spares_.push_back(lives_.extract(found));
+  } else {
+    lives_.erase(found);
+  }
+}
+
+void TaskOwners::end_all(OwnedTask& task) {
+  while (task.first_ != nullptr) {
+    end(lives_.find(task.first_->request));
+  }
 }
 
 bool TaskOwners::start(RequestId request) {
-  const auto found = lives_.find(request);
-  if (found == lives_.end() || found->second.is_paused || found->second.started) {
+  Life* life = find(request);
+  if (life == nullptr || life->is_paused || life->started) {
     return false;
   }
-  found->second.started = true;
-  ++by_task_.at(found->second.task).num_started;
+  life->started = true;
+  ++life->task->num_started_;
   return true;
 }
 
-bool TaskOwners::drop_if_empty(ByTask::iterator known) {
-  const bool is_empty = known->second.active.empty() && known->second.paused.empty();
-  if (is_empty) {
-    by_task_.erase(known);
-  }
-  return is_empty;
-}
-
 std::optional<TaskOwners::Released> TaskOwners::pause(RequestId request) {
-  const auto found = lives_.find(request);
-  if (found == lives_.end() || found->second.is_paused) {
+  Life* life = find(request);
+  if (life == nullptr || life->is_paused) {
     return std::nullopt;
   }
-  Life& life = found->second;
-  Sets& sets = by_task_.at(life.task);
-  sets.paused.insert(sets.active.extract(request));
-  sets.num_started -= life.started ? 1U : 0U;
-  life.started = true;
-  life.is_paused = true;
-  return Released{life.task, sets.active.empty(), false};
+  OwnedTask& task = *life->task;
+  --task.num_active_;
+  ++task.num_paused_;
+  task.num_started_ -= life->started ? 1U : 0U;
+  life->started = true;
+  life->is_paused = true;
+  return Released{&task, task.num_active_ == 0, false};
 }
 
 std::optional<TaskOwners::Released> TaskOwners::done(RequestId request) {
@@ -134,80 +181,69 @@ std::optional<TaskOwners::Released> TaskOwners::done(RequestId request) {
   if (found == lives_.end()) {
     return std::nullopt;
   }
-  const Life life = found->second;
-  lives_.erase(found);
-  const auto known = by_task_.find(life.task);
-  Sets& sets = known->second;
-  if (life.is_paused) {
-    sets.paused.erase(request);
-  } else {
-    sets.active.erase(request);
-    sets.num_started -= life.started ? 1U : 0U;
-  }
-  const bool last_active = !life.is_paused && sets.active.empty();
-  return Released{life.task, last_active, drop_if_empty(known)};
+  OwnedTask& task = *found->second.task;
+  const bool was_active = !found->second.is_paused;
+  end(found);
+  return Released{&task, was_active && task.num_active_ == 0, !task.is_owned()};
 }
 
-void TaskOwners::fail(TaskId task, const std::exception_ptr& error) {
-  const auto found = by_task_.find(task);
-  if (found == by_task_.end()) {
-    return;
-  }
+void TaskOwners::fail(OwnedTask& task, const std::exception_ptr& error) {
   decltype(failures_) failures;  // made before anything changes
-  for (const std::set<RequestId>* owners : {&found->second.active, &found->second.paused}) {
-    for (const RequestId request : *owners) {
-      failures.emplace(request, Failure{task, error});
-    }
+  for (const Life* life = task.first_; life != nullptr; life = life->next) {
+    failures.emplace(life->request, Failure{task.id(), error});
   }
   failures_.reserve(failures_.size() + failures.size());
-  for (const auto& [request, failure] : failures) {
-    lives_.erase(request);
-  }
+  end_all(task);
   failures_.merge(failures);
-  by_task_.erase(found);
 }
 
-void TaskOwners::revoke(TaskId task) {
-  const auto found = by_task_.find(task);
-  if (found == by_task_.end() || !found->second.is_revocable()) {
-    throw std::logic_error("task " + std::to_string(task.value) +
+void TaskOwners::revoke(OwnedTask& task) {
+  if (!task.is_revocable()) {
+    throw std::logic_error("task " + std::to_string(task.id().value) +
                            " has no owners, or some that cannot be revoked");
   }
-  for (const RequestId request : found->second.active) {
-    lives_.erase(request);
-  }
-  by_task_.erase(found);
+  end_all(task);
 }
 
-void TaskOwners::check_life(TaskId task, RequestId request, bool is_paused) const {
-  const auto found = lives_.find(request);
-  if (found == lives_.end() || found->second.task != task || found->second.is_paused != is_paused ||
-      failures_.contains(request)) {
-    throw std::logic_error("request " + std::to_string(request.value) +
+void TaskOwners::visit(const std::function<void(const OwnedTask&)>& visitor) const {
+  for (const auto& [request, life] : lives_) {
+    if (life.task->first_ == &life) {
+      visitor(*life.task);
+    }
+  }
+}
+
+void TaskOwners::check_life(const OwnedTask& task, const Life& life) const {
+  const bool is_linked = (life.previous == nullptr ? task.first_ : life.previous->next) == &life;
+  if (find(life.request) != &life || life.task != &task || !is_linked ||
+      failures_.contains(life.request)) {
+    throw std::logic_error("request " + std::to_string(life.request.value) +
                            " owns two tasks, is in two sets, or is remembered for another");
+  }
+}
+
+void TaskOwners::check_task(const OwnedTask& task) const {
+  const std::string label = "task " + std::to_string(task.id().value);
+  std::size_t num_active = 0;
+  std::size_t num_paused = 0;
+  std::size_t num_started = 0;
+  for (const Life* life = task.first_; life != nullptr; life = life->next) {
+    check_life(task, *life);
+    ++(life->is_paused ? num_paused : num_active);
+    num_started += life->started && !life->is_paused ? 1U : 0U;
+  }
+  if (num_active != task.num_active_ || num_paused != task.num_paused_ ||
+      num_started != task.num_started_) {
+    throw std::logic_error(label + " miscounts its active, paused or started requests");
   }
 }
 
 void TaskOwners::check_invariants() const {
   std::size_t num_requests = 0;
-  for (const auto& [task, sets] : by_task_) {
-    if (sets.active.empty() && sets.paused.empty()) {
-      throw std::logic_error("task " + std::to_string(task.value) + " keeps empty owner sets");
-    }
-    num_requests += sets.active.size() + sets.paused.size();
-    std::size_t num_started = 0;
-    for (const RequestId request : sets.active) {
-      check_life(task, request, false);
-      num_started += lives_.at(request).started ? 1U : 0U;
-    }
-    for (const RequestId request : sets.paused) {
-      check_life(task, request, true);
-    }
-    if (num_started != sets.num_started) {
-      throw std::logic_error("task " + std::to_string(task.value) +
-                             " miscounts its started requests");
-    }
-  }
+  visit([&](const OwnedTask& task) {
+    check_task(task);
+    num_requests += task.num_owners();
+  });
   if (num_requests != lives_.size()) {
     throw std::logic_error("a request is in two owner sets, or remembered without owning");
   }

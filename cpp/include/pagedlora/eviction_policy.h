@@ -19,13 +19,13 @@
 namespace pagedlora {
 
 struct PolicyNode {
-  TaskId task;
   std::uint64_t last_use = 0;  // uses are numbered in call order
   std::uint64_t distance = 0;  // of a task that waits: how far away its turn is
-  double score = 0;            // a policy's own
   // Its place, in a policy that is a ring.
   PolicyNode* previous = nullptr;
   PolicyNode* next = nullptr;
+  TaskId task;
+  double score = 0;  // a policy's own
   // Its place, in a policy that is a tree, while it is not in one.
   std::set<PolicyNode*>::node_type tree_node = make_tree_node();
 

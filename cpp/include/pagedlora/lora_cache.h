@@ -60,13 +60,15 @@ class LoraCache {
   };
 
  public:
+  // Among very many tasks a call costs what it touches: what adding a request and marking it done look
+  // at comes first.
   struct Entry {
+    std::vector<PageId> pages;
     EntryState state = EntryState::absent;
     EvictionClass eviction_class = EvictionClass::unowned;
     std::uint32_t pins = 0;
-    std::vector<PageId> pages;
-    PageUses uses;
     PolicyNode node;
+    PageUses uses;
     std::list<Retired> retirement = std::list<Retired>(1);  // what the entry will leave behind
   };
 
@@ -119,7 +121,11 @@ class LoraCache {
   void pin(Entry& entry);
   void unpin(Entry& entry);
   void use(Entry& entry, std::uint64_t use);
-  void set_class(Entry& entry, EvictionClass eviction_class, std::uint64_t distance = 0);
+  void set_class(Entry& entry, EvictionClass eviction_class, std::uint64_t distance = 0) {
+    if (entry.eviction_class != eviction_class || entry.node.distance != distance) {
+      change_class(entry, eviction_class, distance);
+    }
+  }
 
   // Every unpinned entry becomes `unowned`, keeping the order of victims.
   void demote_all();
@@ -136,6 +142,7 @@ class LoraCache {
   Entry& require(TaskId task, EntryEvent event);
   static bool is_evictable(const Entry& entry);
   EvictionPolicy& policy_of(const Entry& entry);
+  void change_class(Entry& entry, EvictionClass eviction_class, std::uint64_t distance);
   void enter_policy(Entry& entry);
   void leave_policy(Entry& entry);
   void remove(TaskId task);

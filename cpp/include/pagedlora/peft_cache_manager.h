@@ -48,6 +48,7 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "pagedlora/adapter_plan.h"
@@ -59,6 +60,7 @@
 #include "pagedlora/lora_module.h"
 #include "pagedlora/stats.h"
 #include "pagedlora/task_owners.h"
+#include "pagedlora/task_shortcuts.h"
 
 namespace pagedlora {
 
@@ -231,7 +233,17 @@ class PeftCacheManager {
  private:
   static constexpr std::uint64_t kNoDistance = std::numeric_limits<std::uint64_t>::max();
 
-  struct TaskRecord {
+  // In the order of LoraCache::Entry: what adding a request and marking it done look at comes first.
+  struct TaskRecord : OwnedTask {
+    TaskRecord(TaskId task, std::shared_ptr<const AdapterPlan> its_plan, std::string its_digest)
+        : OwnedTask(task), plan(std::move(its_plan)), digest(std::move(its_digest)) {}
+
+    bool is_in_a_tier() const { return host_entry != nullptr || device_entry != nullptr; }
+    bool is_leased() const { return device_entry != nullptr && device_entry->pins != 0; }
+
+    LoraCache::Entry* host_entry = nullptr;  // nullptr: absent
+    LoraCache::Entry* device_entry = nullptr;
+    std::uint64_t window_position = kNoDistance;  // in the prefetch window
     std::shared_ptr<const AdapterPlan> plan;
     std::shared_ptr<const Layout> layout;   // set while the task is in a tier
     std::string digest;                     // of carried weights; empty for registered tasks
@@ -241,7 +253,6 @@ class PeftCacheManager {
     std::uint32_t user_pins = 0;
     std::uint64_t batch = 0;                        // the last one that named it
     std::size_t lease_position = 0;                 // in the last lease of it
-    std::uint64_t window_position = kNoDistance;    // in the prefetch window
     std::shared_ptr<internal::FillJob> host_job;    // that fills the host entry
     std::shared_ptr<internal::FillJob> device_job;  // that fills the device entry
     PageUses device_waits;  // of a device entry without a job: its host copy is awaited
@@ -260,25 +271,27 @@ class PeftCacheManager {
   using Wanted = std::function<bool(const internal::FillJob&, Tier)>;
 
   // Records and owners (peft_cache_manager.cc)
+  TaskRecord* find_record(TaskId task);  // nullptr: unknown
   TaskRecord& require_record(TaskId task);
   const TaskRecord& require_record(TaskId task) const;
   TaskRecord& admit_record(RequestId request, TaskId task, const CarriedWeights* weights,
                            bool started);
   void admit_carried(TaskId task, const CarriedWeights& weights, bool started);
   void replace_carried(TaskId task, const TaskRecord& old, std::size_t pages, bool started);
-  TaskOwners::Added add_owner(RequestId request, TaskId task, bool started,
-                              LoraCache::Entry& on_host, bool was_on_host);
+  TaskOwners::Added add_owner(RequestId request, TaskRecord& record, bool started,
+                              bool was_on_host);
   std::shared_ptr<const Layout> layout_of(TaskRecord& record);
   void check_fits_some_day(TaskRecord& record);
   void check_plan(const AdapterPlan& plan) const;
   void check_open() const;
   void forget_if_gone(TaskId task);
-  void update_class(TaskId task);
-  void update_class(TaskId task, const TaskRecord& record, LoraCache::Entry* on_host,
-                    LoraCache::Entry* on_device);
+  void update_class(const TaskRecord& record);
+  void update_device_class(const TaskRecord& record, EvictionClass in_window);
 
   // Pages and loads (peft_cache_manager_loads.cc)
   void make_room(Tier tier, std::size_t pages);
+  PageUses claim_on_host(TaskRecord& record);
+  void fail_on_host(TaskRecord& record);
   void make_room_on_host(std::size_t pages, bool started);
   std::optional<Shortage> host_shortage(std::size_t pages, bool started) const;
   std::vector<Revocable> revocable_tasks() const;
@@ -312,7 +325,7 @@ class PeftCacheManager {
   void apply_agreed(const std::vector<LoadOutcome>& agreed);
   bool reads_source_instead(TaskRecord& record, const internal::FillJob& job);
   void fail_host_copy(TaskId task, TaskRecord& record, const std::exception_ptr& error);
-  void fail_owners(TaskId task, const std::exception_ptr& error);
+  void fail_owners(TaskRecord& record, const std::exception_ptr& error);
   std::vector<RequestId> take_newly_failed();
   void expire_loads();
   void wait_for_change(Lock& lock, Clock::Time deadline);
@@ -359,6 +372,7 @@ class PeftCacheManager {
   LoraCache device_;
   TaskOwners owners_;
   std::unordered_map<TaskId, TaskRecord> records_;
+  TaskShortcuts<TaskRecord> shortcuts_;  // into the records
   std::uint64_t next_task_ = kFirstRegisteredTask;
   std::vector<TaskId> window_;  // of the last prefetch
   std::size_t user_pinned_pages_ = 0;

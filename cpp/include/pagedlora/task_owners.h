@@ -15,83 +15,124 @@
 // A request has started when its first chunk was in a batch. Owners of a task of which none has
 // started, and none is paused, can be revoked: they wait again.
 //
-// Empty sets are not kept. Thread-compatible: the caller holds the manager's lock.
+// Each task's sets are a list through its requests that starts in an OwnedTask, which belongs to the
+// caller: adding and taking away look up the request, and nothing else.
+//
+// Thread-compatible: the caller holds the manager's lock.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <optional>
 #include <set>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "pagedlora/ids.h"
 
 namespace pagedlora {
 
+// What a task's owners are known by. Whoever has it keeps it alive while the task has owners.
+class OwnedTask {
+ public:
+  explicit OwnedTask(TaskId id) : id_(id) {}
+  OwnedTask(const OwnedTask&) = delete;
+  OwnedTask& operator=(const OwnedTask&) = delete;
+
+  TaskId id() const { return id_; }
+  std::set<RequestId> active() const { return owners(false); }
+  std::set<RequestId> paused() const { return owners(true); }
+  std::size_t num_active() const { return num_active_; }
+  std::size_t num_paused() const { return num_paused_; }
+  std::size_t num_owners() const { return num_active() + num_paused(); }
+  std::size_t num_started() const { return num_started_; }  // of the active ones
+  std::uint64_t owned_since() const {
+    return owned_since_;
+  }  // number of the add of the first owner
+  bool is_owned() const { return first_ != nullptr; }
+  bool is_revocable() const { return is_owned() && num_paused_ == 0 && num_started_ == 0; }
+
+ private:
+  friend class TaskOwners;
+  struct Life {  // of a request that owns the task
+    RequestId request;
+    OwnedTask* task = nullptr;
+    Life* previous = nullptr;
+    Life* next = nullptr;
+    bool started = false;
+    bool is_paused = false;
+  };
+
+  std::set<RequestId> owners(bool is_paused) const;
+
+  TaskId id_;
+  Life* first_ = nullptr;
+  std::uint32_t num_active_ = 0;
+  std::uint32_t num_paused_ = 0;
+  std::uint32_t num_started_ = 0;
+  std::uint64_t owned_since_ = 0;
+};
+
 class TaskOwners {
  public:
-  struct Sets {
-    std::set<RequestId> active;
-    std::set<RequestId> paused;
-    std::size_t num_started = 0;    // of the active ones
-    std::uint64_t owned_since = 0;  // number of the add that made the first owner
-
-    bool is_revocable() const { return paused.empty() && num_started == 0; }
-  };
   struct Failure {
     TaskId task;
     std::exception_ptr error;
   };
   enum class Added { newly, resumed, already };
   struct Released {
-    TaskId task;
+    OwnedTask* task;
     bool last_active = false;  // the request was the last active owner
     bool last = false;         // it was the last owner
   };
 
+  TaskOwners() { spares_.reserve(kMaxSpares); }
+  TaskOwners(const TaskOwners&) = delete;
+  TaskOwners& operator=(const TaskOwners&) = delete;
+
   std::optional<TaskId> task_of(RequestId request) const;  // of an owner or a failed one
   const Failure* failure_of(RequestId request) const;      // nullptr: not failed
-
-  // nullptr: the task has no owner.
-  const Sets* sets_of(TaskId task) const;
-  bool has_active(TaskId task) const;
-  bool has_any(TaskId task) const { return sets_of(task) != nullptr; }
   bool is_active(RequestId request) const;
   bool has_started(RequestId request) const;  // an owner
 
   // Throws RequestConflictError if the request lives with another task.
   void check_add(RequestId request, TaskId task) const;
-  // Throws as check_add. `first`, if given: whether the task had no owner before.
-  Added add(RequestId request, TaskId task, bool started = false, bool* first = nullptr);
+  // Throws as check_add; has changed nothing if it throws.
+  Added add(RequestId request, OwnedTask& task, bool started = false);
   bool start(RequestId request);  // whether this made an active owner one that has started
 
-  // What the task lost by it; nothing if the call changed no owner set.
+  // What the task lost by it; nothing if the call changed no owner set. They need no memory.
   std::optional<Released> pause(RequestId request);
   std::optional<Released> done(RequestId request);
 
-  void fail(TaskId task, const std::exception_ptr& error);
-  void revoke(TaskId task);  // its sets must be revocable (std::logic_error)
+  void fail(OwnedTask& task, const std::exception_ptr& error);
+  void revoke(OwnedTask& task);  // it must be revocable (std::logic_error)
 
-  const std::unordered_map<TaskId, Sets>& by_task() const { return by_task_; }
+  // Every task that has owners once, in no order that means anything.
+  void visit(const std::function<void(const OwnedTask&)>& visitor) const;
 
   // Throws std::logic_error saying which invariant is broken.
   void check_invariants() const;
 
  private:
-  struct Life {
-    TaskId task;
-    bool started = false;
-    bool is_paused = false;
-  };
+  using Life = OwnedTask::Life;
+  using Lives = std::unordered_map<RequestId, Life>;
+  static constexpr std::size_t kMaxSpares = 64;
 
-  using ByTask = std::unordered_map<TaskId, Sets>;
+  const Life* find(RequestId request) const;
+  Life* find(RequestId request);
+  void enter(Life& life, OwnedTask& task);
+  std::pair<Life*, bool> find_or_begin(RequestId request);
+  void end(Lives::iterator life);
+  void end_all(OwnedTask& task);
+  void check_task(const OwnedTask& task) const;
+  void check_life(const OwnedTask& task, const Life& life) const;
 
-  bool drop_if_empty(ByTask::iterator known);
-  void check_life(TaskId task, RequestId request, bool is_paused) const;
-
-  std::unordered_map<RequestId, Life> lives_;
-  ByTask by_task_;
+  Lives lives_;
+  std::vector<Lives::node_type> spares_;  // room for lives that begin: at most kMaxSpares
   std::unordered_map<RequestId, Failure> failures_;
   std::uint64_t adds_ = 0;
 };
