@@ -21,7 +21,7 @@ from tests.support.adapters import (
     weights_of,
     write_adapter,
 )
-from tests.support.cache_fixtures import Cache, Call, check_pages
+from tests.support.cache_fixtures import PATIENCE_S, Cache, Call, check_pages
 from tests.support.generations import is_known
 
 from pagedlora import (
@@ -146,8 +146,13 @@ class Chaos:
     def add_and_read(self, request: LlmRequest) -> None:
         """What an engine does; a reload may move the request before it is in."""
         peft = self.cache.peft
+        deadline = time.monotonic() + PATIENCE_S
         while peft.adapter_state(request) != "ready":
             assert peft.adapter_error(request) is None
+            assert time.monotonic() < deadline, (
+                request,
+                is_known(self.cache, request.lora_task_id),
+            )
             if peft.adapter_state(request) == "waiting":
                 with suppress(PeftTaskNotCachedError, LoraCacheFullError):
                     peft.add_request_peft(request)

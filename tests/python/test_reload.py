@@ -265,14 +265,20 @@ def test_a_request_that_finds_no_room_moves_and_waits(make_cache: Any, tmp_path:
     start(cache, running)
     for request in (moved, other):
         add_and_wait(peft, request)
-    new = manager.reload("a", write(cache, tmp_path, 2))
-    assert moved.lora_task_id == new.task_id
+    with pytest.raises(AdapterInUseError):  # it is seen to own its task
+        manager.unload("a", timeout_s=0)
+    manager.reload("a", write(cache, tmp_path, 2))
     assert peft.adapter_state(moved) == "waiting"
     with pytest.raises(LoraCacheFullError):
         peft.add_request_peft(moved)
+    with pytest.raises(AdapterInUseError) as refused:
+        manager.unload("a", timeout_s=0)
+    assert moved.request_id in refused.value.owners  # it owns none now, but it has not ended
+    new = manager.reload("a", write(cache, tmp_path, 4))
+    assert moved.lora_task_id == new.task_id
     end(cache, running)
     add_and_wait(peft, moved)
-    assert_same_weights(peft.task_weights(new.task_id, "host"), weights(cache, 2))
+    assert_same_weights(peft.task_weights(new.task_id, "host"), weights(cache, 4))
 
 
 def test_a_failed_request_keeps_its_error(small_cache: Cache, tmp_path: Path) -> None:

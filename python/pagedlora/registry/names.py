@@ -235,6 +235,7 @@ class NameTable:
             was_owner = self._cache.core.is_owner(request_id)
             self._cache.core.mark_request_done(request_id)
             request.lora_task_id = new.task_id
+            use.was_owner = False  # it has not ended, even if it finds no room now
             del old.uses[request_id]
             use.generation = new
             new.uses[request_id] = use
