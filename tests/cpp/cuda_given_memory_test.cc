@@ -33,10 +33,9 @@ using testing_support::becomes_true;
 using testing_support::ComputeStream;
 using testing_support::CudaCacheTest;
 using testing_support::HeldRead;
+using testing_support::kPage;
 using testing_support::pattern;
 using testing_support::thrown_by;
-
-constexpr std::size_t kPage = 4096;
 
 std::array<std::byte, 64> some_bytes;
 
