@@ -129,7 +129,9 @@ class BytesPath(os.PathLike):  # type: ignore[type-arg]
         return b"/a/sql"
 
 
-@pytest.mark.parametrize("path", [7, None, b"/a/sql", BytesPath()], ids=repr)
+@pytest.mark.parametrize(
+    "path", [7, None, b"/a/sql", pytest.param(BytesPath(), id="BytesPath")], ids=repr
+)
 def test_what_is_no_path_is_refused(names: AdapterNames, path: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="path of adapter 'sql'"):
         names.load("sql", path)
