@@ -4,12 +4,14 @@
 #   PYTHON       interpreter that makes .venv                     (make test PYTHON=python3.12)
 #   TORCH_INDEX  where to take torch from; empty: only the default index  (the CPU wheels)
 #   JOBS         parallel compile and test jobs                   (all cores)
+#   CUDA_ARCHS   GPUs that .venv's package is for; empty: all     (this machine's; sm_90 where it has none)
 #   FUZZ_SECONDS how long make fuzz runs     (10)
 #   PYTEST_ARGS  more arguments for pytest                        (make test-python PYTEST_ARGS='-k cache')
 
 PYTHON ?= python3
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-JOBS ?= $(shell nproc)
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
+CUDA_ARCHS ?= $(if $(shell nvidia-smi -L 2>/dev/null),native,90-real)
 PYTEST_ARGS ?=
 
 SHELL := /bin/bash
@@ -54,11 +56,18 @@ demo: $(VENV)/.stamp-package $(VENV)/.stamp-demo ## Serve several adapters over 
 .PHONY: test-cpp
 test-cpp: ctest-ci ## Run the C++ tests
 
+PYTEST = $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadfile --junitxml=$(REPORTS)/pytest$(1).xml \
+  $(PYTEST_ARGS) $(wildcard tests/python tests/packaging)
+
 .PHONY: test-python
 test-python: $(VENV)/.stamp-package $(VENV)/.stamp-test ## Run the Python tests against the installed package
 	@mkdir -p $(REPORTS)
-	$(BIN)/pytest --numprocesses=$(JOBS) --dist=loadfile --junitxml=$(REPORTS)/pytest.xml \
-	  $(PYTEST_ARGS) $(wildcard tests/python tests/packaging)
+	$(call PYTEST) -m 'not slow'
+
+.PHONY: test-slow
+test-slow: $(VENV)/.stamp-package $(VENV)/.stamp-test ## Run the Python tests that take long
+	@mkdir -p $(REPORTS)
+	$(call PYTEST,-slow) -m slow
 
 .PHONY: sanitize
 sanitize: ctest-tsan ctest-asan ## Run the C++ tests under ThreadSanitizer, then AddressSanitizer and UBSan
@@ -161,5 +170,6 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt $(VENV)/.stamp-build $(VENV)/.s
 # isolated build (pip wheel .) nor an editable one shares that directory.
 $(VENV)/.stamp-package: $(PACKAGE_FILES) $(VENV)/.stamp-build $(VENV)/.stamp-torch
 	$(PIP_INSTALL) -c constraints.txt $$($(REQUIREMENTS) runtime)
-	$(PIP_INSTALL) --no-deps --no-build-isolation --config-settings=build-dir=build/package .
+	$(PIP_INSTALL) --no-deps --no-build-isolation --config-settings=build-dir=build/package \
+	  $(if $(CUDA_ARCHS),--config-settings=cmake.define.CMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCHS)) .
 	@touch $@

@@ -10,6 +10,8 @@ import pytest
 import pagedlora
 from pagedlora import _core
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cpp"
 
 

@@ -177,6 +177,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 def test_a_long_life_of_loads_unloads_and_reloads_leaves_nothing_behind(
     small_cache: Cache, tmp_path: Path
 ) -> None:

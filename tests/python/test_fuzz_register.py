@@ -18,6 +18,8 @@ from tests.support.fuzzing import fuzz_examples
 
 from pagedlora import PagedLoraError
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"q_proj": (8, 8), "v_proj": (8, 4)}
 EXAMPLES = settings(
     max_examples=fuzz_examples(400), deadline=None, suppress_health_check=[HealthCheck.too_slow]

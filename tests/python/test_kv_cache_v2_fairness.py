@@ -20,6 +20,8 @@ from pagedlora.requests import RequestState
 from pagedlora.scheduler.admission_window import AdmissionWindow
 from pagedlora.scheduler.step import SchedulerOutput
 
+pytestmark = pytest.mark.slow
+
 PAGES = {1: 1, 2: 1, 3: 2, 4: 3, 5: 4}
 DEVICE_PAGES = 4
 

@@ -257,6 +257,7 @@ print("leaving")
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_can_end_while_a_stream_is_unfinished() -> None:
     command = [sys.executable, "-c", LEAVING]
     for _ in range(3):

@@ -73,6 +73,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return fields
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(configurations(), st.sampled_from(MODULES))
 def test_targets_ranks_and_scales_are_pefts(fields: dict[str, Any], module: str) -> None:

@@ -28,6 +28,8 @@ from pagedlora import (
 )
 from pagedlora.loaders.peft_fields import PEFT_FIELDS
 
+pytestmark = pytest.mark.slow
+
 FIELDS = [name for name in PEFT_FIELDS if "." not in name]
 PROMPT = torch.tensor([[3, 1, 4, 15, 9, 26, 5, 35]])
 ENTRY = Entry({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]})

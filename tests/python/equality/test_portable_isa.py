@@ -12,6 +12,8 @@ import pytest
 
 from pagedlora import _core
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 FAMILY = "gemma2"
 ISAS = ("portable", "avx2", "avx512")

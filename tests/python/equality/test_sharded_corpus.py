@@ -26,6 +26,8 @@ from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.stored import StoredTensor
 from pagedlora.sharding import ModuleShard, Range
 
+pytestmark = pytest.mark.slow
+
 INPUTS = torch.tensor([[3, 1, 41, 15, 9, 26, 5, 35, 63, 0]])
 TP_SIZES = (1, 2, 4)
 
