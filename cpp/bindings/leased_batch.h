@@ -25,7 +25,7 @@ struct LeasedBatch {
 };
 
 // As BatchLease::find for who holds the lease open, which find() would do again. Throws KeyError.
-inline const BatchLease::LeasedTask& leased_task(const BatchLease& lease, RequestId request) {
+inline const BatchLease::LeasedTask& held_task(const BatchLease& lease, RequestId request) {
   const auto requests = lease.requests();
   const auto found = std::ranges::lower_bound(requests, request, std::less<>(),
                                               &BatchLease::LeasedRequest::request);
