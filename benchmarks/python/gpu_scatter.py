@@ -23,7 +23,7 @@ PADDING_BYTES = 1 << 20
 
 def measure_scatter() -> list[Result]:
     """One adapter, in both stagings: each byte is read once and written once, as by a copy."""
-    with open_fleet({NAME: BIG}) as fleet:
+    with open_fleet({NAME: BIG}, host="256MiB", device="256MiB") as fleet:
         fleet.add([NAME])
         with fleet.lease([NAME]) as lease:
             return [
