@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "gpu_buffers.h"
 #include "gpu_context.h"
 #include "pagedlora/cuda/lora_kernels.h"
 #include "pagedlora/errors.h"
@@ -42,31 +43,6 @@ LoraTableCapacity capacity_for(const LoraModelConfig& config, const CudaLoraOpti
 cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 }  // namespace
-
-class CudaLoraOperator::DeviceBuffer {
- public:
-  DeviceBuffer(GpuContext& gpu, std::size_t bytes) : gpu_(gpu), bytes_(bytes) {
-    const CurrentGpu current(gpu);
-    current.check();
-    gpu.check(cudaMalloc(&begin_, bytes), "cudaMalloc");
-  }
-  ~DeviceBuffer() {
-    const CurrentGpu current(gpu_);
-    if (current.is_current()) {
-      gpu_.succeeded(cudaFree(begin_), "cudaFree");
-    }
-  }
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
-
-  std::byte* begin() const { return static_cast<std::byte*>(begin_); }
-  std::size_t bytes() const { return bytes_; }
-
- private:
-  GpuContext& gpu_;
-  std::size_t bytes_;
-  void* begin_ = nullptr;
-};
 
 struct CudaLoraOperator::LoraPass {
   LoraLaunch launch;

@@ -1,4 +1,4 @@
-"""What a GPU does with adapters, as ratios: copies, loads beside a step, kernels, prompts.
+"""What a GPU does with adapters, as ratios: copies, scatters, loads beside a step, kernels.
 
     python -m benchmarks.python.gpu_bench [--output FILE.json]
 
@@ -27,6 +27,7 @@ from benchmarks.python.gpu_fleet import (
     open_fleet,
 )
 from benchmarks.python.gpu_prefill import measure_prefill
+from benchmarks.python.gpu_scatter import measure_scatter
 from benchmarks.python.harness import Case, Result, run_rounds, show_table, write_json
 
 from pagedlora import BatchLease, _core
@@ -181,7 +182,7 @@ def measure_kernels() -> list[Result]:
         fleet.add(names)
         lease = fleet.lease(names)
         num_bytes = sum(map(fleet.num_bytes, names))
-        results.append(_large_graph(fleet, lease, num_bytes))
+        results += _large_graph(fleet, lease, num_bytes)
         lease.close()
     with open_fleet({"small": AdapterShape(8, ("q_proj",))}) as fleet:
         fleet.add(["small"])
@@ -250,7 +251,7 @@ def _apply_all(
     return launch
 
 
-def _large_graph(fleet: Fleet, lease: BatchLease, num_bytes: int) -> Result:
+def _large_graph(fleet: Fleet, lease: BatchLease, num_bytes: int) -> list[Result]:
     """Each byte of the adapters is read once; the limit is half a copy on the GPU of as many."""
     stream = torch.cuda.Stream()
     segments: list[tuple[int | None, int]] = [
@@ -266,14 +267,43 @@ def _large_graph(fleet: Fleet, lease: BatchLease, num_bytes: int) -> Result:
         target.copy_(source)
         torch.cuda.synchronize()
 
-    timings = run_rounds({"graph": Case(_replay(graph)), "copy": Case(copy)}, ROUNDS)
+    by_torch = _captured(stream, _multiply_all(fleet, lease))
+    cases = {"graph": Case(_replay(graph)), "copy": Case(copy), "torch": Case(_replay(by_torch))}
+    timings = run_rounds(cases, ROUNDS)
     timings.scale("limit", "copy", 0.5)
     speed = num_bytes / timings.median("graph").wall / 1e9
     detail = (
         f"{num_bytes / 1e6:.0f} MB, {milliseconds(timings, 'graph', 'limit')}, {speed:.0f} GB/s"
     )
-    title = "shrink + expand of 8 adapters, all layers, one graph / bytes limit"
-    return by_wall(timings.result(title, "limit", "graph", 0.8, detail))
+    title = "shrink + expand of 8 adapters, all layers, one graph"
+    against_torch = milliseconds(timings, "torch")
+    return [
+        by_wall(timings.result(f"{title} / bytes limit", "limit", "graph", 0.8, detail)),
+        by_wall(
+            timings.result(f"{title} / torch by adapter", "torch", "graph", None, against_torch)
+        ),
+    ]
+
+
+def _multiply_all(fleet: Fleet, lease: BatchLease) -> Callable[[], None]:
+    """One row per adapter, two products of torch per adapter and module, from operands of torch."""
+    widest = max(max(m.in_features, m.out_features) for m in fleet.config.modules)
+    x = torch.randn(len(fleet.requests), widest, dtype=torch.bfloat16, device="cuda")
+    y = torch.zeros_like(x)
+    operands = []
+    for row, request in enumerate(fleet.requests.values()):
+        task = request.lora_task_id
+        assert task is not None
+        scales = {entry.module_name: entry.scale for entry in lease[request.request_id]}
+        for name, (a, b, *_) in fleet.cache.task_weights(task, "host").items():
+            inputs, outputs = x[row : row + 1, : a.shape[1]], y[row : row + 1, : b.shape[0]]
+            operands.append((inputs, outputs, a.cuda().T, b.cuda().T, scales[name]))
+
+    def launch() -> None:
+        for inputs, outputs, a, b, scale in operands:
+            outputs.addmm_(inputs @ a, b, alpha=scale)
+
+    return launch
 
 
 def _small_graph(fleet: Fleet, lease: BatchLease) -> Result:
@@ -303,7 +333,13 @@ def main() -> None:
     arguments = parser.parse_args()
     results: list[Result] = []
     failed = False
-    for measure in (measure_copies, measure_overlap, measure_kernels, measure_prefill):
+    for measure in (
+        measure_copies,
+        measure_scatter,
+        measure_overlap,
+        measure_kernels,
+        measure_prefill,
+    ):
         try:
             results += measure()
         except Exception:  # what else there is to measure is measured

@@ -51,6 +51,7 @@ class Fleet:
     config: LoraModelConfig
     cache: PeftCacheManager
     requests: dict[str, LlmRequest]
+    paths: dict[str, Path]
 
     def add(self, names: Sequence[str]) -> None:
         """Makes requests own the adapters, and brings them into the host tier."""
@@ -93,7 +94,7 @@ def open_fleet(
             adapters.register(name, path)
             requests[name] = LlmRequest(number, lora_task_id=adapters.task_id(name))
         try:
-            yield Fleet(config, cache, requests)
+            yield Fleet(config, cache, requests, paths)
         finally:
             cache.close()
 

@@ -1,18 +1,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <shared_mutex>
 #include <span>
-#include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
+#include "leased_batch.h"
 #include "pagedlora/batch_lease.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/layout.h"
@@ -86,7 +84,7 @@ class LeasePages {
     if (!held_.owns_lock()) {
       throw InvalidArgumentError("pages are only told within `with`: others may evict them");
     }
-    const TaskPages& task = task_of(RequestId{request});
+    const TaskPages& task = held_task(*lease_, RequestId{request}).pages;
     std::vector<RowPages> rows;
     const auto [first, last] = task.layout->rows_of(ModuleIndex{module});
     for (std::uint32_t row = first; row < last; ++row) {
@@ -96,17 +94,6 @@ class LeasePages {
   }
 
  private:
-  // As BatchLease::find, which would lock again.
-  const TaskPages& task_of(RequestId request) const {
-    const auto requests = lease_->requests();
-    const auto found = std::ranges::lower_bound(requests, request, std::less<>(),
-                                                &BatchLease::LeasedRequest::request);
-    if (found == requests.end() || found->request != request) {
-      throw py::key_error("request " + std::to_string(request.value) + " is not in the lease");
-    }
-    return lease_->tasks()[found->position].pages;
-  }
-
   std::shared_ptr<BatchLease> lease_;
   std::shared_lock<std::shared_mutex> held_;
 };

@@ -9,6 +9,7 @@ void register_errors(pybind11::module_& module);
 void register_build_info(pybind11::module_& module);
 void register_gpu(pybind11::module_& module);
 void register_gpu_lora(pybind11::module_& module);
+void register_gpu_scatter(pybind11::module_& module);
 void register_model(pybind11::module_& module);
 void register_layout(pybind11::module_& module);
 void register_adapter(pybind11::module_& module);

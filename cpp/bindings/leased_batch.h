@@ -1,8 +1,13 @@
-// A batch table together with the lease that keeps its pages in place.
+// What is leased: a batch table with the lease that keeps its pages in place; a request's task.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <functional>
 #include <memory>
 #include <shared_mutex>
+#include <string>
 
 #include "pagedlora/batch_lease.h"
 #include "pagedlora/lora_operator.h"
@@ -18,5 +23,16 @@ struct LeasedBatch {
     return lease == nullptr ? std::shared_lock<std::shared_mutex>() : lease->hold_open();
   }
 };
+
+// As BatchLease::find for who holds the lease open, which find() would do again. Throws KeyError.
+inline const BatchLease::LeasedTask& held_task(const BatchLease& lease, RequestId request) {
+  const auto requests = lease.requests();
+  const auto found = std::ranges::lower_bound(requests, request, std::less<>(),
+                                              &BatchLease::LeasedRequest::request);
+  if (found == requests.end() || found->request != request) {
+    throw pybind11::key_error("request " + std::to_string(request.value) + " is not in the lease");
+  }
+  return lease.tasks()[found->position];
+}
 
 }  // namespace pagedlora::bindings

@@ -16,5 +16,6 @@ PYBIND11_MODULE(_core, module) {
   register_pool_view(module);
   register_lora_operator(module);
   register_gpu_lora(module);
+  register_gpu_scatter(module);
   register_paged_attention(module);
 }

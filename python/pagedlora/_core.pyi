@@ -22,6 +22,7 @@ __all__: list[str] = [
     "FakeDevice",
     "FakeSource",
     "GpuLoraOperator",
+    "GpuScatter",
     "LayoutParams",
     "LeasePages",
     "LoraBatch",
@@ -686,6 +687,39 @@ class GpuLoraOperator:
         """
     @property
     def device_bytes(self) -> int: ...
+
+class GpuScatter:
+    """
+    Fills leased pages on a GPU by the scatter kernel; see cuda_scatter.h.
+
+    For tests and measurements. Thread-safe.
+    """
+    def __init__(self, *, staging_bytes: int, staging: str = "device", ordinal: int = 0) -> None:
+        """
+        staging: "pinned" memory that kernels read, or "device", which it is uploaded to.
+        """
+    def execute(
+        self,
+        lease: BatchLease,
+        adapters: collections.abc.Sequence[tuple[int, AdapterPlan]],
+        stream: int = 0,
+    ) -> list[int]:
+        """
+        Reads the adapters (request id, plan) into the pages of those requests, and waits.
+
+        Returns the bytes read of each, or raises the first error of one.
+        """
+    def repeat(self, stream: int = 0) -> None:
+        """
+        Enqueues the last launch of the last execute() again, while its lease is open.
+        """
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def num_launches(self) -> int:
+        """
+        Of the last execute().
+        """
 
 class AttentionBatch:
     """

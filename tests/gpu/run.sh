@@ -88,7 +88,7 @@ if wants sanitizer; then
     skip sanitizer "compute-sanitizer does not support this machine"
   else
     part sanitizer "${sanitizer[@]}" "$python" "${pytest[@]}" tests/gpu/test_lora_on_gpu.py \
-      -k 'neighbours or captured'
+      tests/gpu/test_scatter_on_gpu.py -k 'neighbours or captured or repeated'
   fi
 fi
 

@@ -2,17 +2,15 @@
 // same bits): whatever the shapes, slices, types, chunks and alignments.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <new>
 #include <string>
 #include <vector>
 
-#include "all_dtypes.h"
 #include "body/scatter_rows.h"
+#include "cuda/random_scatter.h"
 #include "cuda/run_on_host.h"
 #include "fake_source.h"
 #include "lora_operator_fixture.h"
@@ -25,10 +23,12 @@
 namespace pagedlora::cuda {
 namespace {
 
+using testing_support::ArenaBytes;
 using testing_support::FakeSource;
+using testing_support::filled_by_cpu;
 using testing_support::kDtypes;
-using testing_support::load;
 using testing_support::pick;
+using testing_support::RandomScatter;
 using testing_support::Rng;
 using testing_support::run_on_host;
 using testing_support::seed_label;
@@ -36,140 +36,17 @@ using testing_support::seeds;
 using testing_support::store;
 using testing_support::thrown_by;
 
-constexpr std::size_t kPageBytes = 4096;
 const auto kSeeds = static_cast<std::uint32_t>(testing_support::num_steps(150));
 
-// Memory aligned like an arena, at the given distance from that.
-class Bytes {
- public:
-  explicit Bytes(std::size_t size, std::size_t shift = 0)
-      : shift_(shift),
-        size_(size),
-        memory_(static_cast<std::byte*>(
-            ::operator new(size + shift + 1, std::align_val_t{kPageBytes}))) {
-    std::memset(memory_.get(), 0xFF, size + shift);
-  }
-  std::byte* data() { return memory_.get() + shift_; }
-  std::vector<std::byte> copy() const {
-    return {memory_.get() + shift_, memory_.get() + shift_ + size_};
-  }
-
- private:
-  struct Free {
-    void operator()(std::byte* memory) const {
-      ::operator delete(memory, std::align_val_t{kPageBytes});
-    }
-  };
-  std::size_t shift_;
-  std::size_t size_;
-  std::unique_ptr<std::byte, Free> memory_;
-};
-
-// An adapter in a source: every tensor somewhere in a larger one, of any type and any bits.
-class RandomAdapter {
- public:
-  RandomAdapter(Dtype cache_dtype, bool is_aligned, Rng& rng) : cache_dtype_(cache_dtype) {
-    if (!is_aligned) {
-      bytes_.resize(pick(rng, 0, 15));
-    }
-    std::vector<LoraModule> modules;
-    std::vector<PlannedRow> rows;
-    const std::uint32_t count = pick(rng, 1, 3);
-    for (std::uint32_t i = 0; i < count; ++i) {
-      const bool is_wide = pick(rng, 0, 4) == 0;
-      const bool is_embedding = pick(rng, 0, 2) == 0;
-      const std::uint32_t in = is_wide ? pick(rng, 2'000, 9'000) : 8 * pick(rng, 1, 40);
-      const std::uint32_t out = pick(rng, 0, 1) == 0 ? pick(rng, 2, 300) : 16 * pick(rng, 1, 60);
-      modules.push_back({"module." + std::to_string(i), -1, -1, in, out,
-                         is_embedding ? ModuleKind::embedding : ModuleKind::linear});
-      const std::uint32_t cut = pick(rng, 1, out - 1);
-      add_row(rows, {i}, modules.back(), {0, cut}, rng);
-      add_row(rows, {i}, modules.back(), {cut, out - cut}, rng);
-    }
-    config_ = std::make_unique<LoraModelConfig>(modules, cache_dtype, LoraModelConfig::kMaxRank);
-    source = std::make_shared<FakeSource>(bytes_);
-    plan = std::make_unique<AdapterPlan>(*config_, rows, source);
-    const std::size_t max_part = pick(rng, 0, 1) == 0 ? 0 : 32 * pick(rng, 1, 128);
-    layout =
-        std::make_unique<Layout>(*config_, plan->row_shapes(),
-                                 LayoutParams{kPageBytes, element_bytes(cache_dtype), max_part});
-    scatter = std::make_unique<ScatterPlan>(*config_, *plan, *layout);
-    for (const std::uint32_t page : testing_support::all_of(layout->num_pages())) {
-      pages_.push_back(PageId{page});
-    }
-    std::shuffle(pages_.begin(), pages_.end(), rng);
-  }
-
-  TaskPages view(Bytes& pool) const {
-    return {layout.get(), pages_.data(), plan->scales().data(),
-            pool.data(),  kPageBytes,    cache_dtype_};
-  }
-  std::size_t pool_bytes() const { return layout->num_pages() * kPageBytes; }
-
-  std::shared_ptr<FakeSource> source;
-  std::unique_ptr<AdapterPlan> plan;
-  std::unique_ptr<Layout> layout;
-  std::unique_ptr<ScatterPlan> scatter;
-
- private:
-  void add_row(std::vector<PlannedRow>& rows, ModuleIndex module, const LoraModule& shape,
-               FeatureRange out, Rng& rng) {
-    const auto in = static_cast<std::uint32_t>(shape.in_features);
-    const std::uint32_t begin = pick(rng, 0, 1) == 0 ? 0 : pick(rng, 0, in - 1);
-    const FeatureRange inputs{begin, pick(rng, 0, 1) == 0 ? in - begin : pick(rng, 1, in - begin)};
-    PlannedRow row{module, pick(rng, 0, 1) == 0 ? 8 * pick(rng, 1, 3) : pick(rng, 1, 20), {}, {}};
-    row.in = inputs;
-    row.out = out;
-    row.a = matrix(row.rank, inputs.length, rng);
-    row.b = matrix(out.length, row.rank, rng);
-    if (pick(rng, 0, 2) == 0) {
-      const PlannedMatrix bias = matrix(1, out.length, rng);
-      row.bias = {bias.offset, bias.dtype};
-    }
-    if (pick(rng, 0, 2) == 0) {
-      row.dora_scale = {put(out.length, Dtype::float32, rng), Dtype::float32};
-    }
-    rows.push_back(row);
-  }
-
-  // A slice, now and then of a larger matrix.
-  PlannedMatrix matrix(std::uint32_t height, std::uint32_t width, Rng& rng) {
-    const Dtype dtype = kDtypes[pick(rng, 0, 2)];
-    const bool is_slice = pick(rng, 0, 1) == 0;
-    const std::uint32_t columns = width + (is_slice ? pick(rng, 0, 2) * 8 + pick(rng, 0, 1) : 0);
-    const std::uint32_t first = pick(rng, 0, columns - width);
-    const std::uint64_t offset = put(std::size_t{height} * columns, dtype, rng);
-    return {offset + first * element_bytes(dtype), dtype, columns};
-  }
-
-  std::uint64_t put(std::size_t elements, Dtype dtype, Rng& rng) {
-    const std::uint64_t offset = bytes_.size();
-    bytes_.resize(offset + elements * element_bytes(dtype));
-    for (std::uint64_t at = offset; at < bytes_.size(); at += element_bytes(dtype)) {
-      do {
-        const auto bits =
-            static_cast<std::uint32_t>(rng());  // subnormals, NaN and infinity among them
-        std::memcpy(bytes_.data() + at, &bits, element_bytes(dtype));
-      } while (cache_dtype_ == Dtype::float16 &&
-               overflows_float16(load(bytes_.data() + at, dtype)));
-    }
-    return offset;
-  }
-
-  Dtype cache_dtype_;
-  std::vector<std::byte> bytes_;
-  std::unique_ptr<LoraModelConfig> config_;
-  std::vector<PageId> pages_;
-};
-
 // The chunks of an adapter as a stager would have them, and their copies in a list.
-std::vector<std::unique_ptr<Bytes>> stage(const RandomAdapter& adapter, const TaskPages& target,
-                                          std::size_t chunk_bytes, std::size_t shift,
-                                          std::uint32_t overflow_word, ScatterList& list) {
-  std::vector<std::unique_ptr<Bytes>> staged;
+std::vector<std::unique_ptr<ArenaBytes>> stage(const RandomScatter& adapter,
+                                               const TaskPages& target, std::size_t chunk_bytes,
+                                               std::size_t shift, std::uint32_t overflow_word,
+                                               ScatterList& list) {
+  std::vector<std::unique_ptr<ArenaBytes>> staged;
   adapter.scatter->list_copies(target.dtype, chunk_bytes, [&](const ScatterPlan::Chunk& chunk) {
     EXPECT_LE(chunk.bytes, chunk_bytes);
-    staged.push_back(std::make_unique<Bytes>(chunk.bytes, shift));
+    staged.push_back(std::make_unique<ArenaBytes>(chunk.bytes, shift));
     std::memcpy(staged.back()->data(), adapter.source->bytes.data() + chunk.offset, chunk.bytes);
     list.add(chunk.copies, staged.back()->data(), target, overflow_word);
   });
@@ -187,13 +64,6 @@ std::vector<std::uint32_t> launch(const ScatterList& list, std::uint32_t num_wor
   return words;
 }
 
-std::vector<std::byte> filled_by_cpu(const RandomAdapter& adapter, Dtype dtype) {
-  Bytes pool(adapter.pool_bytes());
-  std::vector<std::byte> chunk(ScatterPlan::kChunkBytes);
-  adapter.scatter->execute(*adapter.source->open(), dtype, chunk, adapter.view(pool), nullptr);
-  return pool.copy();
-}
-
 TEST(ScatterKernelTest, OneLaunchFillsThePagesOfManyAdaptersAsTheCpuDoes) {
   std::array<int, 3> tiles_of_mode{};
   int tiles_of_unaligned = 0;
@@ -202,14 +72,14 @@ TEST(ScatterKernelTest, OneLaunchFillsThePagesOfManyAdaptersAsTheCpuDoes) {
     Rng rng(seed);
     const Dtype dtype = kDtypes[seed % 3];
     ScatterList list;
-    std::vector<std::unique_ptr<RandomAdapter>> adapters;
-    std::vector<std::unique_ptr<Bytes>> pools;
-    std::vector<std::vector<std::unique_ptr<Bytes>>> staged;
+    std::vector<std::unique_ptr<RandomScatter>> adapters;
+    std::vector<std::unique_ptr<ArenaBytes>> pools;
+    std::vector<std::vector<std::unique_ptr<ArenaBytes>>> staged;
     const std::uint32_t count = pick(rng, 1, 3);
     for (std::uint32_t i = 0; i < count; ++i) {
       const bool is_aligned = pick(rng, 0, 2) != 0;
-      adapters.push_back(std::make_unique<RandomAdapter>(dtype, is_aligned, rng));
-      pools.push_back(std::make_unique<Bytes>(adapters[i]->pool_bytes()));
+      adapters.push_back(std::make_unique<RandomScatter>(dtype, is_aligned, rng));
+      pools.push_back(std::make_unique<ArenaBytes>(adapters[i]->pool_bytes()));
       const std::size_t chunk = pick(rng, 0, 1) == 0
                                     ? ScatterPlan::kMinChunkBytes + pick(rng, 0, 9'999)
                                     : ScatterPlan::kChunkBytes;
@@ -250,13 +120,13 @@ struct OneRow {
   std::uint32_t word_after_launch(Dtype dtype) {
     const Layout layout(config, plan->row_shapes(), {65536, element_bytes(dtype), 0});
     const ScatterPlan scatter(config, *plan, layout);
-    Bytes pool(layout.num_pages() * 65536);
+    ArenaBytes pool(layout.num_pages() * 65536);
     std::vector<PageId> pages;
     for (const std::uint32_t page : testing_support::all_of(layout.num_pages())) {
       pages.push_back(PageId{page});
     }
     const TaskPages view{&layout, pages.data(), plan->scales().data(), pool.data(), 65536, dtype};
-    Bytes staged(source->bytes.size());
+    ArenaBytes staged(source->bytes.size());
     ScatterList list;
     scatter.list_copies(dtype, 1U << 20, [&](const ScatterPlan::Chunk& chunk) {
       std::memcpy(staged.data() + chunk.offset, source->bytes.data() + chunk.offset, chunk.bytes);

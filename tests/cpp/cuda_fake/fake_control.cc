@@ -68,6 +68,11 @@ bool is_broken() {
   return runtime().broken != cudaSuccess;
 }
 
+bool is_idle() {
+  const std::scoped_lock lock(runtime().mutex);
+  return runtime().is_idle();
+}
+
 Live live() {
   const std::scoped_lock lock(runtime().mutex);
   Live found;

@@ -45,6 +45,7 @@ struct Counts {
   std::size_t copied_bytes = 0;
   std::size_t stream_waits = 0;
   std::size_t device_synchronisations = 0;
+  std::size_t scatter_launches = 0;
 };
 
 // One GPU with 1 GiB, nothing held, nothing failing, counts of zero. Whatever lives is forgotten:
@@ -86,6 +87,9 @@ bool has_failed();  // the failure that was asked for has happened
 // From now on every call fails with it. What is on streams is dropped.
 void break_gpu(cudaError_t error);
 bool is_broken();
+
+// Nothing is on any stream.
+bool is_idle();
 
 Live live();
 Counts counts();

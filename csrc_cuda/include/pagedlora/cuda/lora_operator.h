@@ -32,6 +32,7 @@
 
 namespace pagedlora::cuda {
 
+class DeviceBuffer;
 class GpuContext;
 class UploadStage;
 
@@ -87,7 +88,6 @@ class CudaLoraOperator {
 
     bool is_at(const BatchLease::LeasedTask& leased) const;
   };
-  class DeviceBuffer;
 
   std::uint32_t slot_of(const BatchLease::LeasedTask& leased);
   bool forget_oldest();
