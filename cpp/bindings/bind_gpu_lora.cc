@@ -46,10 +46,7 @@ class GpuLoraOperator {
     for (const auto& [request, num_rows] : segments) {
       const BatchLease::LeasedTask* task = nullptr;
       if (request) {
-        task = lease_ == nullptr ? nullptr : lease_->find(RequestId{*request});
-        if (task == nullptr) {
-          throw py::key_error("request " + std::to_string(*request) + " is not in the lease");
-        }
+        task = &held_task(lease_.get(), RequestId{*request});
       }
       resolved.push_back({task, num_rows});
     }

@@ -61,7 +61,7 @@ class GpuScatter {
     std::vector<std::unique_ptr<SourceReader>> readers;
     std::vector<cuda::CudaScatter::Adapter> targets;
     for (const auto& [request, plan] : adapters) {
-      const BatchLease::LeasedTask& leased = held_task(*lease_, RequestId{request});
+      const BatchLease::LeasedTask& leased = held_task(lease_.get(), RequestId{request});
       check_is_of(*leased.layout, plan.get(), lease_->config());
       plans.emplace_back(lease_->config(), *plan, *leased.layout);
       readers.push_back(plan->source()->open());

@@ -84,7 +84,7 @@ class LeasePages {
     if (!held_.owns_lock()) {
       throw InvalidArgumentError("pages are only told within `with`: others may evict them");
     }
-    const TaskPages& task = held_task(*lease_, RequestId{request}).pages;
+    const TaskPages& task = held_task(lease_.get(), RequestId{request}).pages;
     std::vector<RowPages> rows;
     const auto [first, last] = task.layout->rows_of(ModuleIndex{module});
     for (std::uint32_t row = first; row < last; ++row) {

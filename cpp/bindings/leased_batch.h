@@ -25,14 +25,17 @@ struct LeasedBatch {
 };
 
 // As BatchLease::find for who holds the lease open, which find() would do again. Throws KeyError.
-inline const BatchLease::LeasedTask& held_task(const BatchLease& lease, RequestId request) {
-  const auto requests = lease.requests();
-  const auto found = std::ranges::lower_bound(requests, request, std::less<>(),
-                                              &BatchLease::LeasedRequest::request);
-  if (found == requests.end() || found->request != request) {
-    throw pybind11::key_error("request " + std::to_string(request.value) + " is not in the lease");
+// There is none of a null lease.
+inline const BatchLease::LeasedTask& held_task(const BatchLease* lease, RequestId request) {
+  if (lease != nullptr) {
+    const auto requests = lease->requests();
+    const auto found = std::ranges::lower_bound(requests, request, std::less<>(),
+                                                &BatchLease::LeasedRequest::request);
+    if (found != requests.end() && found->request == request) {
+      return lease->tasks()[found->position];
+    }
   }
-  return lease.tasks()[found->position];
+  throw pybind11::key_error("request " + std::to_string(request.value) + " is not in the lease");
 }
 
 }  // namespace pagedlora::bindings
