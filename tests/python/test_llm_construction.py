@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.llm_fixtures import (
 )
 from tests.support.tiny_models import build_tiny_model
 
+from pagedlora import LoraManager, LoraModelConfig, PeftCacheManager, attach
 from pagedlora.config import LoraConfig, PeftCacheConfig
 from pagedlora.engine.llm import LLM
 from pagedlora.errors import (
@@ -44,6 +46,31 @@ def test_a_live_module_is_given_back_unchanged() -> None:
     assert not any(module._forward_hooks for module in model.modules())
     with pytest.raises(InvalidArgumentError, match="closed"):
         engine.generate([1], GREEDY)
+
+
+def test_a_live_module_is_given_back_when_its_engine_is_dropped() -> None:
+    model = build_tiny_model("llama")
+    ids = torch.tensor([[3, 1, 4]])
+    before = model(ids).logits
+    llm = LLM(model)
+    assert len(llm.generate([[1]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2
+    del llm
+    gc.collect()
+    assert torch.equal(model(ids).logits, before)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_attached_module_is_refused() -> None:
+    """Hooks of both would act in one forward."""
+    model = build_tiny_model("llama")
+    config = LoraModelConfig.from_module(model)
+    cache = PeftCacheManager(config)
+    attached = attach(model, cache, LoraManager(config, cache))
+    with pytest.raises(InvalidArgumentError, match=r"is attached: detach\(\) it"):
+        LLM(model)
+    attached.detach()
+    LLM(model).close()
+    cache.close()
 
 
 def test_a_model_from_a_directory_with_its_dtype(tmp_path: Path) -> None:

@@ -9,13 +9,57 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pagedlora.engine.attention import ATTENTION_NAME
-from pagedlora.errors import UnsupportedModelError
+from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+
+
+class _Turn:
+    """Who computes with a model: the hooks of all that hold it are on the same modules."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.thread: int | None = None  # that has it
+
+
+@contextmanager
+def turn_of(model: nn.Module) -> Iterator[None]:
+    """Waits until no other engine computes with the model, and keeps the others waiting.
+
+    Raises:
+        InvalidArgumentError: This thread has its turn already, as inside another engine's step.
+    """
+    with _lock:
+        turn = _turns.setdefault(model, _Turn())
+    if turn.thread == threading.get_ident():
+        raise InvalidArgumentError(
+            "a step was called from inside another engine's step on the same model: call it after"
+        )
+    with turn.lock:
+        turn.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            turn.thread = None
+
+
+def check_not_attached(model: nn.Module) -> None:
+    """Raises InvalidArgumentError if `attach` has hooks on the model: both would act in a step."""
+    for name, module in model.named_modules():
+        if any(type(h).__module__ == "pagedlora.attachment" for h in _pre_hooks(module)):
+            raise InvalidArgumentError(
+                f"module '{name}' is attached: detach() it before the model is given to an LLM"
+            )
+
+
+def _pre_hooks(module: nn.Module) -> list[object]:
+    return [*module._forward_pre_hooks.values()]
 
 
 @dataclass(slots=True)
@@ -27,6 +71,7 @@ class _HeldConfig:
 
 _lock = threading.Lock()
 _held_configs: dict[int, _HeldConfig] = {}  # by id(config); guarded by _lock
+_turns: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()  # guarded by _lock
 
 
 def _iter_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from pagedlora.engine.admission import admit
 from pagedlora.engine.devices import current_stream
 from pagedlora.engine.gpu_lora import GpuLoraSizes
 from pagedlora.engine.kv_tensors import KvTensors
+from pagedlora.engine.live_model import check_not_attached, turn_of
 from pagedlora.engine.lora_hooks import LoraHooks
 from pagedlora.engine.model_spec import ModelSpec
 from pagedlora.engine.paged_model import PagedModel
@@ -53,9 +55,10 @@ class ModelRunner:
 
         Raises:
             UnsupportedModelError: The model cannot be run with certainty of right answers.
-            InvalidArgumentError: A size is below 1, `num_host_blocks` below 0, or `lora_config`
-                does not fit the model.
+            InvalidArgumentError: A size is below 1, `num_host_blocks` below 0, `lora_config` does
+                not fit the model, or the model is attached.
         """
+        check_not_attached(model)
         self._spec = admit(model) if spec is None else spec
         self._paged = PagedModel(
             model,
@@ -65,15 +68,17 @@ class ModelRunner:
             num_host_blocks=num_host_blocks,
         )
         self._hooks: LoraHooks | None = None
-        if lora_config is None:
-            return
         try:
-            if weights_dtype is None:
-                raise InvalidArgumentError("weights_dtype is needed with a lora_config")
-            self._hooks = LoraHooks(model, lora_config, weights_dtype, gpu_sizes=gpu_sizes)
+            if lora_config is not None:
+                if weights_dtype is None:
+                    raise InvalidArgumentError("weights_dtype is needed with a lora_config")
+                self._hooks = LoraHooks(model, lora_config, weights_dtype, gpu_sizes=gpu_sizes)
         except BaseException:
             self._paged.close()
             raise
+        # Also when it is dropped without close(): a live model goes on without it.
+        self._give_back = weakref.finalize(self, _give_back, self._paged, self._hooks)
+        self._give_back.atexit = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -101,20 +106,25 @@ class ModelRunner:
             float32 logits `[num_sampled, vocab]` in row order; 0 rows if nothing is sampled.
 
         Raises:
-            InvalidArgumentError: A block table does not fit, or adapters are used without a
-                `lora_config` or a lease.
+            InvalidArgumentError: A block table does not fit, adapters are used without a
+                `lora_config` or a lease, or another engine's step on the model called this.
             UnsupportedModelError: An attention argument is not honoured, or the rows of a module
                 cannot be told apart.
         """
-        if self._hooks is None:
-            if step.any_adapter:
-                raise InvalidArgumentError("this runner was made without a lora_config")
-            return self._paged.forward(step)
-        with self._hooks.step(step, lease):
-            return self._paged.forward(step)
+        with turn_of(self._paged.model):
+            if self._hooks is None:
+                if step.any_adapter:
+                    raise InvalidArgumentError("this runner was made without a lora_config")
+                return self._paged.forward(step)
+            with self._hooks.step(step, lease):
+                return self._paged.forward(step)
 
     def close(self) -> None:
         """Removes the hooks and gives the model back as it was; idempotent."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._paged.close()
+        self._give_back()
+
+
+def _give_back(paged: PagedModel, hooks: LoraHooks | None) -> None:
+    if hooks is not None:
+        hooks.remove()
+    paged.close()

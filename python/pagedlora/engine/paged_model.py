@@ -50,7 +50,8 @@ class PagedModel:
     """Holds a live model and its KV memory; thread-compatible (one step at a time).
 
     Attributes:
-        spec: The model's attention layers.
+        model: The live model.
+        spec: Its attention layers.
         kv: The KV tensors.
         device: Where the model computes.
         attention: Who computes attention there.
@@ -89,7 +90,7 @@ class PagedModel:
             device=self.device,
         )
         self.attention = make_backend(self.kv)
-        self._model = model
+        self.model = model
         self._hold = LiveModelHold(model)
 
     def forward(self, step: StepBatch) -> torch.Tensor:
@@ -108,7 +109,7 @@ class PagedModel:
         """
         paged = _PagedStep(self, step)
         with torch.inference_mode(), attention_step(paged):
-            output = self._model(
+            output = self.model(
                 input_ids=torch.tensor([step.token_ids]).to(self.device),
                 position_ids=torch.tensor([step.position_ids]).to(self.device),
                 use_cache=False,

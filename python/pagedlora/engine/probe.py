@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagedlora.engine.attention import AttentionCall, attention_step
-from pagedlora.engine.live_model import LiveModelHold
+from pagedlora.engine.live_model import LiveModelHold, turn_of
 from pagedlora.engine.model_spec import LayerSpec, ModelSpec
 from pagedlora.errors import UnsupportedModelError
 
@@ -53,7 +53,7 @@ def probe(model: PreTrainedModel) -> ModelSpec:
     device = next(model.parameters()).device
     hold = LiveModelHold(model)
     try:
-        with torch.inference_mode(), attention_step(step):
+        with turn_of(model), torch.inference_mode(), attention_step(step):
             model(
                 input_ids=torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0),
                 position_ids=torch.arange(_PROBE_TOKENS, device=device).unsqueeze(0),

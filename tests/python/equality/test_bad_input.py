@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.cache_fixtures import Call
 from tests.support.equality_bench import GREEDY, Bench, make_cases, open_bench
 from tests.support.peft_oracle import Case
 from tests.support.tiny_models import VOCAB_SIZE
@@ -336,6 +337,42 @@ def test_two_engines_on_one_model_do_not_disturb_each_other(
         (one.llm, two)[first].close()
         assert len(tokens_of(survivor.generate([1, 2], GREEDY, "r12"))[0]) == GREEDY.max_tokens
         two.close()
+
+
+def test_two_engines_on_one_model_answer_from_two_threads(
+    adapters: dict[str, Path], right: dict[Case, list[int]]
+) -> None:
+    """Their steps take turns: hooks of both are on the same modules."""
+    cases = [case for case in right if len(case.prompt) == 3]
+    with open_bench("llama", adapters) as one, LLM(one.llm._parts.loaded.model) as two:
+        for name, directory in adapters.items():
+            two.load_lora(name, directory)
+        prompts = [list(case.prompt) for case in cases]
+        names = [case.adapter for case in cases]
+        calls = [
+            Call(lambda llm=llm: [llm.generate(prompts, GREEDY, names) for _ in range(5)])
+            for llm in (one.llm, two)
+        ]
+        for call in calls:
+            for outputs in call.result():
+                assert tokens_of(outputs) == [right[case] for case in cases]
+
+
+def test_an_engine_inside_anothers_step_is_refused(adapters: dict[str, Path]) -> None:
+    with open_bench("llama", adapters) as one:
+        model = one.llm._parts.loaded.model
+        with LLM(model) as two:
+            refused: list[BaseException] = []
+
+            def ask_the_other(*_: object) -> None:
+                with pytest.raises(InvalidArgumentError, match="inside another engine's step") as e:
+                    two.generate([[1]], GREEDY)
+                refused.append(e.value)
+
+            handle = model.register_forward_pre_hook(ask_the_other)
+            one.llm.generate([[1, 2]], GREEDY, "r12")
+            handle.remove()
+            assert len(refused) == GREEDY.max_tokens
 
 
 def test_a_closed_engine_says_so_and_its_model_is_as_it_was(adapters: dict[str, Path]) -> None:
