@@ -93,7 +93,7 @@ AdapterFormatError::AdapterFormatError(std::string file, std::string tensor_name
 AdapterSourceChangedError::AdapterSourceChangedError(std::string file,
                                                      const std::string& difference)
     : Error(file + " changed since it was registered: " + difference +
-            "; register the adapter again, under a new version"),
+            "; give its name the new content with reload(), or unload() and load() it"),
       path(std::move(file)) {}
 
 AdapterNotFoundError::AdapterNotFoundError(std::string file)

@@ -16,10 +16,11 @@ from tests.support.llm_fixtures import (
 from tests.support.tiny_models import build_tiny_model
 
 from pagedlora import LoraManager, LoraModelConfig, PeftCacheManager, attach
-from pagedlora.config import LoraConfig, PeftCacheConfig
+from pagedlora.config import KvCacheConfig, LoraConfig, PeftCacheConfig
 from pagedlora.engine.llm import LLM
 from pagedlora.errors import (
     InvalidArgumentError,
+    OutOfMemoryError,
     UnsupportedModelError,
 )
 from pagedlora.requests import LlmRequest
@@ -89,6 +90,7 @@ def test_texts_go_in_and_out_with_a_tokenizer() -> None:
         eos_token_id = None
 
         def __call__(self, text: str) -> dict[str, list[int]]:
+            text.encode()  # as those do that are not written in Python
             return {"input_ids": [ord(c) - ord("a") for c in text]}
 
         def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -104,6 +106,13 @@ def test_texts_go_in_and_out_with_a_tokenizer() -> None:
         (stopped,) = engine.generate("cab", stop)
         cut = tokens.index(tokens[3])
         assert stopped.outputs[0].text == output.outputs[0].text[:cut]
+        right, wrong = engine.generate(["cab", "a\udc80"], GREEDY)
+        assert right.outputs[0].text == output.outputs[0].text
+        assert isinstance(wrong.error, InvalidArgumentError)
+        assert "tokenizer cannot read the prompt 'a\\udc80'" in str(wrong.error)
+        assert isinstance(engine.generate_async("\udc80", GREEDY).result(60).error, ValueError)
+        with pytest.raises(InvalidArgumentError, match="sampling_params"):
+            engine.generate_async("cab", {})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -129,6 +138,16 @@ def test_bad_construction_is_refused_and_the_module_left_alone(
     with pytest.raises(InvalidArgumentError, match=words):
         LLM(model, **arguments)
     assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tier"), [({"num_blocks": 10**9}, "device"), ({"host_blocks": 10**9}, "host")]
+)
+def test_more_kv_blocks_than_memory_are_refused(sizes: dict[str, int], tier: str) -> None:
+    with pytest.raises(OutOfMemoryError, match=f"{10**9} {tier} blocks") as refused:
+        LLM(build_tiny_model("llama"), kv_cache_config=KvCacheConfig(block_size=4096, **sizes))
+    assert refused.value.tier == tier
+    assert refused.value.bytes > 10**12
 
 
 def test_a_path_that_does_not_exist_is_named() -> None:

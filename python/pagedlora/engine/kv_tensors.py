@@ -5,13 +5,14 @@ Which block belongs to whom is not known here; see `pagedlora.kv_cache`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pagedlora.engine.model_spec import ModelSpec
-from pagedlora.errors import InvalidArgumentError
+from pagedlora.errors import InvalidArgumentError, OutOfMemoryError
 
 
 def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -68,6 +69,7 @@ class KvTensors:
 
         Raises:
             InvalidArgumentError: A size is below that.
+            OutOfMemoryError: There is not as much memory.
         """
         if num_blocks < 1 or block_size < 1:
             raise InvalidArgumentError(
@@ -121,8 +123,22 @@ def _key_and_value_tensors(
     spec: ModelSpec, lead: tuple[int, int], options: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Zeroed keys and values, one tensor each per layer; `lead` are blocks and tokens per block."""
-    keys = [torch.zeros((*lead, la.num_kv_heads, la.key_dim), **options) for la in spec.layers]
-    values = [torch.zeros((*lead, la.num_kv_heads, la.value_dim), **options) for la in spec.layers]
+    shapes_of_keys = [(*lead, layer.num_kv_heads, layer.key_dim) for layer in spec.layers]
+    shapes_of_values = [(*lead, layer.num_kv_heads, layer.value_dim) for layer in spec.layers]
+    try:
+        keys = [torch.zeros(shape, **options) for shape in shapes_of_keys]
+        values = [torch.zeros(shape, **options) for shape in shapes_of_values]
+    except RuntimeError as error:  # torch has no type of its own for this on the CPU
+        elements = sum(map(math.prod, shapes_of_keys + shapes_of_values))
+        num_bytes = elements * options["dtype"].itemsize
+        tier = "device" if "device" in options else "host"
+        fields = "num_blocks or size" if tier == "device" else "host_blocks or host_size"
+        raise OutOfMemoryError(
+            f"cannot allocate {num_bytes} bytes for the {lead[0]} {tier} blocks of the KV cache; "
+            f"lower {fields} of KvCacheConfig or free memory",
+            tier=tier,
+            bytes=num_bytes,
+        ) from error
     return keys, values
 
 

@@ -153,9 +153,9 @@ class LLM:
         """
         self._open_parts()
         (text,) = as_prompt_list([prompt])
-        (params,) = one_per_prompt(
-            sampling_params or SamplingParams(), 1, "sampling_params", (SamplingParams,)
-        )
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        (params,) = one_per_prompt(sampling_params, 1, "sampling_params", (SamplingParams,))
         (lora,) = one_per_prompt(lora_request, 1, "lora_request", (LoRARequest, str, type(None)))
         return self._loop.submit(next(self._request_ids), text, params, lora)
 

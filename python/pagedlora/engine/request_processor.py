@@ -47,7 +47,7 @@ class RequestProcessor:
         """The prompt as the model sees it.
 
         Raises:
-            InvalidArgumentError: It is a text, and there is no tokenizer.
+            InvalidArgumentError: It is a text, and there is no tokenizer or one that refuses it.
         """
         if not isinstance(prompt, str):
             return prompt
@@ -56,7 +56,12 @@ class RequestProcessor:
                 "the prompt is a text, but there is no tokenizer: give LLM a tokenizer, or "
                 "prompts as lists of token ids"
             )
-        return list(self._tokenizer(prompt)["input_ids"])
+        try:
+            return list(self._tokenizer(prompt)["input_ids"])
+        except Exception as error:  # whatever foreign code raises for this text
+            raise InvalidArgumentError(
+                f"the tokenizer cannot read the prompt {prompt!r:.80}: {error}"
+            ) from error
 
     def make_request(
         self,
