@@ -38,6 +38,8 @@ from pagedlora import (
 from pagedlora.loaders import nemo_archive
 from pagedlora.loaders import pickled as pickles
 
+pytestmark = pytest.mark.slow
+
 HEADS = Heads(heads=4, groups=2, size=4)
 CONTENT = yaml.safe_dump(HEADS.fields()).encode()
 STATE = pickled(state_of(HEADS, draw_pairs(HEADS, [0], 2, seed=1)))
