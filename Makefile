@@ -56,7 +56,8 @@ demo: $(VENV)/.stamp-package $(VENV)/.stamp-demo ## Serve several adapters over 
 .PHONY: test-cpp
 test-cpp: ctest-ci ## Run the C++ tests
 
-PYTEST = $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadfile --junitxml=$(REPORTS)/pytest$(1).xml \
+# Hashes are the same in all processes, so that all of them name the tests alike.
+PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadfile --junitxml=$(REPORTS)/pytest$(1).xml \
   $(PYTEST_ARGS) $(wildcard tests/python tests/packaging)
 
 .PHONY: test-python
