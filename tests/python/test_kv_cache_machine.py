@@ -177,3 +177,4 @@ TestKvCacheMachine.settings = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+TestKvCacheMachine.pytestmark = [pytest.mark.slow]

@@ -72,6 +72,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.slow
 def test_ten_thousand_adapters_are_listed_and_none_is_opened(
     small_cache: Cache, tmp_path: Path, opened: Counter[str]
 ) -> None:
