@@ -57,8 +57,9 @@ demo: $(VENV)/.stamp-package $(VENV)/.stamp-demo ## Serve several adapters over 
 test-cpp: ctest-ci ## Run the C++ tests
 
 # Hashes are the same in all processes, so that all of them name the tests alike.
-PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} $(BIN)/pytest --numprocesses=$(JOBS) --dist=loadfile --junitxml=$(REPORTS)/pytest$(1).xml \
-  $(PYTEST_ARGS) $(wildcard tests/python tests/packaging)
+PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} $(BIN)/pytest \
+  --numprocesses=$(JOBS) --dist=loadfile --junitxml=$(REPORTS)/pytest$(1).xml $(PYTEST_ARGS) \
+  $(wildcard tests/python tests/packaging)
 
 .PHONY: test-python
 test-python: $(VENV)/.stamp-package $(VENV)/.stamp-test ## Run the Python tests against the installed package

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from pagedlora.engine import lora_hooks
-from pagedlora.engine.gpu_lora import GpuLoraSizes, current_stream
+from pagedlora.engine.devices import current_stream
+from pagedlora.engine.gpu_lora import GpuLoraSizes
 from pagedlora.engine.lora_hooks import LoraHooks
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 from pagedlora.requests import LlmRequest

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pagedlora import _core
-from pagedlora.engine.devices import gpu_index
+from pagedlora.engine.devices import current_stream, gpu_index
 from pagedlora.engine.long_runs import LongRunOptions, LongRuns, Segments
 from pagedlora.engine.row_map import RowMap
 
@@ -39,11 +39,6 @@ class GpuLoraSizes:
         max_rows = self.max_rows if rows <= self.max_rows else max(rows, 2 * self.max_rows)
         max_tasks = self.max_tasks if tasks <= self.max_tasks else max(tasks, 2 * self.max_tasks)
         return replace(self, max_rows=max_rows, max_tasks=max_tasks)
-
-
-def current_stream(device: torch.device) -> int | None:
-    """The number of torch's current stream; None on the CPU, which has none."""
-    return None if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 class GpuLora:

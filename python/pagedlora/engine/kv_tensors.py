@@ -135,7 +135,7 @@ def _key_and_value_tensors(
         fields = "num_blocks or size" if tier == "device" else "host_blocks or host_size"
         raise OutOfMemoryError(
             f"cannot allocate {num_bytes} bytes for the {lead[0]} {tier} blocks of the KV cache; "
-            f"lower {fields} of KvCacheConfig or free memory",
+            f"lower {fields} of KvCacheConfig or free memory (torch: {error!s:.200})",
             tier=tier,
             bytes=num_bytes,
         ) from error

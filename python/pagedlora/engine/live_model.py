@@ -52,14 +52,11 @@ def turn_of(model: nn.Module) -> Iterator[None]:
 def check_not_attached(model: nn.Module) -> None:
     """Raises InvalidArgumentError if `attach` has hooks on the model: both would act in a step."""
     for name, module in model.named_modules():
-        if any(type(h).__module__ == "pagedlora.attachment" for h in _pre_hooks(module)):
+        hooks = module._forward_pre_hooks.values()
+        if any(type(hook).__module__ == "pagedlora.attachment" for hook in hooks):
             raise InvalidArgumentError(
                 f"module '{name}' is attached: detach() it before the model is given to an LLM"
             )
-
-
-def _pre_hooks(module: nn.Module) -> list[object]:
-    return [*module._forward_pre_hooks.values()]
 
 
 @dataclass(slots=True)
