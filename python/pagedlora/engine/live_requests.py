@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from heapq import nsmallest
 from typing import Any, Protocol
 
+from pagedlora.engine.waiting_queue import WaitingQueue
 from pagedlora.errors import CapacityError, PagedLoraError
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.requests import FinishReason, LlmRequest, RequestState
@@ -55,6 +56,12 @@ class LiveRequests:
         self._max_num_tokens = max_num_tokens
         self._chunked = enable_chunked_prefill
         self._by_id: dict[int, LlmRequest] = {}
+        self._arrivals: dict[int, int] = {}  # numbers in the order of arrival, by request id
+        self._num_arrivals = 0
+        # Each request is in one of these two. Those that begin change over in `front`.
+        self._begun: dict[int, LlmRequest] = {}
+        self._waiting = WaitingQueue()
+        self._new_in_front: list[LlmRequest] = []  # what `front` took from the queue
 
     @property
     def kv(self) -> KVCacheManager:
@@ -78,6 +85,9 @@ class LiveRequests:
     ) -> list[LlmRequest]:
         """Those that have begun, and `size` others: what a step needs to look at.
 
+        Only who was in front can have begun since, and only who was in front can have come to go
+        before others (by having been skipped too often), so nobody behind it is looked at.
+
         Args:
             size: How many new ones at most.
             precedence: Smaller goes first. By arrival within a priority, as long as a request was
@@ -86,20 +96,22 @@ class LiveRequests:
         Returns:
             In arrival order.
         """
-        waiting = [r for r in self._by_id.values() if r.state is RequestState.WAITING]
-        new = [request for request in waiting if not request.has_started]
-        if len(new) <= size:
-            return list(self._by_id.values())
-        if len({request.priority for request in new}) > 1:
-            new = nsmallest(size, new, key=precedence)
-        wanted = {request.request_id for request in new[:size]}
-        return [
-            request
-            for request in self._by_id.values()
-            if request.state is not RequestState.WAITING
-            or request.request_id in wanted
-            or request.has_started
-        ]
+        seen: dict[int, LlmRequest] = {}
+        for request in self._new_in_front:
+            if self._by_id.get(request.request_id) is not request:
+                continue  # it has ended
+            if request.state is RequestState.WAITING and not request.has_started:
+                seen[request.request_id] = request
+            else:
+                self._waiting.remove(request)
+                self._begun[request.request_id] = request
+        if len(self._waiting) > size:
+            seen.update((r.request_id, r) for r in self._waiting.first(size))
+            new = nsmallest(size, sorted(seen.values(), key=self._arrival), key=precedence)
+        else:
+            new = list(self._waiting)
+        self._new_in_front = new
+        return sorted([*self._begun.values(), *new], key=self._arrival)
 
     def add(self, request: LlmRequest) -> None:
         """Takes a new request at the end of the queue.
@@ -109,6 +121,12 @@ class LiveRequests:
         """
         self._check_can_ever_run(request)
         self._by_id[request.request_id] = request
+        self._arrivals[request.request_id] = self._num_arrivals
+        self._num_arrivals += 1
+        self._waiting.append(request)
+
+    def _arrival(self, request: LlmRequest) -> int:
+        return self._arrivals[request.request_id]
 
     def finish(self, request: LlmRequest, reason: FinishReason) -> None:
         """Ends a live request with what it has."""
@@ -131,13 +149,18 @@ class LiveRequests:
                 request.advance_to(RequestState.FAILED)
                 request.error = error
         self._kv.reset()
+        self._begun.clear()
+        self._waiting.clear()
+        self._arrivals.clear()
         self._by_id.clear()  # last: until then there is something left to be aborted
 
     def _release(self, request: LlmRequest) -> None:
         self._kv.free_resources(request)
         if self._peft is not None and request.lora_task_id is not None:
             self._peft.mark_request_done(request)
-        del self._by_id[request.request_id]
+        del self._by_id[request.request_id], self._arrivals[request.request_id]
+        self._waiting.remove(request)
+        self._begun.pop(request.request_id, None)
 
     def _check_can_ever_run(self, request: LlmRequest) -> None:
         """Raises CapacityError if no state of the caches lets the request run."""
