@@ -56,9 +56,13 @@ PeftCacheManager::PeftCacheManager(std::shared_ptr<const LoraModelConfig> config
             params_.page_bytes, make_policy),
       device_(std::move(device), "device", options_.device_cache_bytes / params_.page_bytes,
               params_.page_bytes, make_policy),
-      put_workers_(std::make_unique<internal::JobPool>(
+      put_workers_(std::make_shared<internal::JobPool>(
           board_, clock_,
           internal::JobPool::Options{options_.num_put_workers, kMaxAbandonedReaders,
+                                     ScatterPlan::kChunkBytes, options_.load_timeout})),
+      read_helpers_(std::make_shared<internal::JobPool>(
+          board_, clock_,
+          internal::JobPool::Options{internal::num_load_helpers(options_.num_put_workers), 0,
                                      ScatterPlan::kChunkBytes, options_.load_timeout})),
       ensure_workers_(std::make_unique<internal::JobPool>(
           board_, clock_,

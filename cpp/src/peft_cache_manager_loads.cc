@@ -226,7 +226,7 @@ void PeftCacheManager::submit_source_load(TaskId task, TaskRecord& record,
                                                     host_.pool().arena());
   auto job = std::make_shared<SourceLoad>(
       board_, task, SourceLoad::What{config_, plan, record.layout, record.checksum},
-      FillTarget{pages, waits});
+      FillTarget{pages, waits}, internal::LoadHelpers{put_workers_, read_helpers_});
   host_.add_page_use(task, job->use());
   put_workers_->submit(job);
   record.host_job = std::move(job);

@@ -255,6 +255,7 @@ void PeftCacheManager::close() {
     const std::scoped_lock lock(mutex_);
     closed_ = true;
     put_workers_->stop(closed);
+    read_helpers_->stop(closed);
     ensure_workers_->stop(closed);
     settle_all(over);
     board_->changed.notify_all();

@@ -32,7 +32,7 @@ class FixedTargets final : public ScatterTargets {
   FixedTargets(const TaskPages& target, const TaskPages* second)
       : target_(target), second_(second) {}
 
-  Access open() override { return {{}, &target_, second_}; }
+  Access open(std::size_t /*chunk*/) override { return {{}, &target_, second_}; }
 
  private:
   const TaskPages& target_;
@@ -93,14 +93,17 @@ class ScatterPlan::CpuExecutor {
 // Groups matrices that lie together into windows of at most one chunk.
 class ScatterPlan::WindowBuilder {
  public:
-  WindowBuilder(std::span<const Matrix> matrices, std::size_t chunk_bytes)
-      : matrices_(matrices), chunk_bytes_(chunk_bytes) {}
+  WindowBuilder(std::span<const Matrix> matrices, std::size_t chunk_bytes, Cursor begin = {})
+      : matrices_(matrices), chunk_bytes_(chunk_bytes), at_(begin) {}
+
+  // Where the next window begins.
+  const Cursor& at() const { return at_; }
 
   // False when everything has been handed out.
   bool next(Window& window) {
     window.segments.clear();
     window.bytes = 0;
-    while (matrix_ < matrices_.size() && append(matrices_[matrix_], window)) {
+    while (at_.matrix < matrices_.size() && append(matrices_[at_.matrix], window)) {
     }
     return !window.segments.empty();
   }
@@ -110,7 +113,8 @@ class ScatterPlan::WindowBuilder {
   bool append(const Matrix& matrix, Window& window) {
     const std::size_t element = element_bytes(matrix.dtype);
     const std::uint64_t row_bytes = std::uint64_t{matrix.width} * element;
-    const std::uint64_t begin = matrix.offset + row_ * matrix.stride_bytes + column_ * element;
+    const std::uint64_t begin =
+        matrix.offset + at_.row * matrix.stride_bytes + at_.column * element;
     if (window.segments.empty()) {
       window.offset = begin;
     }
@@ -119,13 +123,13 @@ class ScatterPlan::WindowBuilder {
       return false;
     }
     const std::uint64_t room = chunk_bytes_ - at;
-    Segment segment{&matrix, static_cast<std::size_t>(at), row_, 1, column_, 0};
-    if (column_ == 0 && row_bytes <= room) {
+    Segment segment{&matrix, static_cast<std::size_t>(at), at_.row, 1, at_.column, 0};
+    if (at_.column == 0 && row_bytes <= room) {
       segment.num_rows = rows_within(matrix, row_bytes, room);
       segment.num_columns = matrix.width;
     } else if (window.segments.empty()) {  // one row is longer than a chunk: take a piece of it
       segment.num_columns = static_cast<std::uint32_t>(
-          std::min<std::uint64_t>(room / element, matrix.width - column_));
+          std::min<std::uint64_t>(room / element, matrix.width - at_.column));
     } else {
       return false;
     }
@@ -135,7 +139,7 @@ class ScatterPlan::WindowBuilder {
     return true;
   }
 
-  // Rows from row_ on that fit into `room` bytes, the first of which does; only that one if what
+  // Rows from at_.row on that fit into `room` bytes, the first of which does; only that one if what
   // lies between them is better skipped.
   std::uint32_t rows_within(const Matrix& matrix, std::uint64_t row_bytes,
                             std::uint64_t room) const {
@@ -143,26 +147,24 @@ class ScatterPlan::WindowBuilder {
       return 1;
     }
     const std::uint64_t rows = (room - row_bytes) / matrix.stride_bytes + 1;
-    return static_cast<std::uint32_t>(std::min<std::uint64_t>(rows, matrix.height - row_));
+    return static_cast<std::uint32_t>(std::min<std::uint64_t>(rows, matrix.height - at_.row));
   }
 
   void advance(const Matrix& matrix, const Segment& segment) {
-    column_ += segment.num_columns;
-    if (column_ == matrix.width) {
-      column_ = 0;
-      row_ += segment.num_rows;
+    at_.column += segment.num_columns;
+    if (at_.column == matrix.width) {
+      at_.column = 0;
+      at_.row += segment.num_rows;
     }
-    if (row_ == matrix.height) {
-      row_ = 0;
-      ++matrix_;
+    if (at_.row == matrix.height) {
+      at_.row = 0;
+      ++at_.matrix;
     }
   }
 
   std::span<const Matrix> matrices_;
   std::size_t chunk_bytes_;
-  std::size_t matrix_ = 0;
-  std::uint32_t row_ = 0;
-  std::uint32_t column_ = 0;
+  Cursor at_;
 };
 
 ScatterPlan::ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan,
@@ -232,37 +234,40 @@ std::size_t ScatterPlan::end_of(const Segment& segment) {
 
 ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtype,
                                           std::span<std::byte> chunk, ScatterTargets& targets,
-                                          std::size_t max_chunks) const {
+                                          const Piece& piece) const {
   if (chunk.size() < kMinChunkBytes) {
     throw std::logic_error("the chunk is smaller than ScatterPlan::kMinChunkBytes");
   }
   internal::Checksum checksum;
   CpuExecutor executor(chunk.data());
-  WindowBuilder windows(matrices_, chunk.size());
+  WindowBuilder windows(matrices_, chunk.size(), piece.begin);
   Window window;
   Outcome outcome;
-  for (std::size_t i = 0; i < max_chunks && windows.next(window); ++i) {
+  for (std::size_t i = 0; i < piece.num_chunks && windows.next(window); ++i) {
+    if (!targets.wants(piece.first_chunk + i)) {
+      continue;
+    }
     const std::span<std::byte> bytes = chunk.first(window.bytes);
     reader.read(window.offset, bytes);
     outcome.source_bytes += bytes.size();
     if (check_values_) {
       check_values(window, bytes, cache_dtype);
     }
-    const ScatterTargets::Access access = targets.open();
+    const ScatterTargets::Access access = targets.open(piece.first_chunk + i);
     executor.aim_at(access);
     const CopiesEnd copies_end;
-    internal::Checksum::Piece piece(checksum, bytes);
+    internal::Checksum::Piece summed_up(checksum, bytes);
     for (const Segment& segment : window.segments) {
       for (Segment tile = first_tile(segment); tile.num_rows != 0;
            tile = next_tile(segment, tile)) {
-        piece.add_up_to(end_of(tile));
+        summed_up.add_up_to(end_of(tile));
         list(tile, cache_dtype, executor.list());
         if (!executor.execute()) {
           refuse_overflow(index_of(*segment.matrix));
         }
       }
     }
-    piece.finish();
+    summed_up.finish();
   }
   outcome.checksum = checksum.value();
   return outcome;
@@ -272,7 +277,22 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
                                           std::span<std::byte> chunk, const TaskPages& target,
                                           const TaskPages* second) const {
   FixedTargets targets(target, second);
-  return execute(reader, cache_dtype, chunk, targets);
+  return execute(reader, cache_dtype, chunk, targets, Piece{});
+}
+
+std::vector<ScatterPlan::Piece> ScatterPlan::pieces(std::size_t chunk_bytes,
+                                                    std::size_t chunks_per_piece) const {
+  std::vector<Piece> pieces;
+  WindowBuilder windows(matrices_, chunk_bytes);
+  Window window;
+  std::size_t num_chunks = 0;
+  for (Cursor begin; windows.next(window); begin = windows.at(), ++num_chunks) {
+    if (num_chunks % chunks_per_piece == 0) {
+      pieces.push_back({begin, num_chunks, 0});
+    }
+    ++pieces.back().num_chunks;
+  }
+  return pieces;
 }
 
 void ScatterPlan::list_copies(Dtype cache_dtype, std::size_t chunk_bytes,

@@ -121,7 +121,8 @@ class PeftCacheConfig(_Config):
             found, or the whole page where `page_size` is given.
         eviction_policy: "lru", least recently used first; or "lrfu", fewest recent uses first,
             which keeps popular adapters through a stream of one-time ones.
-        num_put_workers: Threads that read adapters into the host tier.
+        num_put_workers: Adapters that are read into the host tier at a time; one that is read while
+            others are idle is read by as many threads, but not more than there are cores, nor 4.
         num_ensure_workers: Threads that copy between the tiers.
         max_inflight_batches: Leases that may be open together. With one, the next batch closes
             the previous lease.

@@ -388,7 +388,8 @@ class PeftCacheManager {
   std::size_t leased_pins_ = 0;  // device pins that leases hold
   bool closed_ = false;
   std::mutex batch_mutex_;  // taken before the board's: one batch at a time
-  const std::unique_ptr<internal::JobPool> put_workers_;
+  const std::shared_ptr<internal::JobPool> put_workers_;
+  const std::shared_ptr<internal::JobPool> read_helpers_;  // beside put workers
   const std::unique_ptr<internal::JobPool> ensure_workers_;
 };
 

@@ -8,7 +8,10 @@
 // A load may be given up while its source blocks: the targets are asked for anew before each chunk
 // is written, and what holds them back from being given away holds for that chunk only.
 //
-// ScatterPlan: a view of a plan and a layout, which must outlive it; thread-compatible.
+// Chunks that follow each other are pieces, which several threads may execute at a time, each with a
+// reader, a chunk and targets of its own.
+//
+// ScatterPlan: a view of a plan and a layout, which must outlive it; immutable.
 #pragma once
 
 #include <cstddef>
@@ -37,8 +40,11 @@ class ScatterTargets {
 
   virtual ~ScatterTargets() = default;
 
+  // Whether the chunk of that number, in the order of the source, is to be read.
+  virtual bool wants(std::size_t /*chunk*/) { return true; }
+
   // Where the chunk that has just been read goes. Throws if it is not wanted any more.
-  virtual Access open() = 0;
+  virtual Access open(std::size_t chunk) = 0;
 };
 
 // One copy of a plan: a rectangle of the source, row-major, to a place inside one part.
@@ -70,20 +76,32 @@ class ScatterPlan {
     std::uint64_t source_bytes = 0;  // that were read
   };
 
+  // Where chunks begin.
+  struct Cursor {
+    std::size_t matrix = 0;  // in the order of the source
+    std::uint32_t row = 0;
+    std::uint32_t column = 0;
+  };
+  struct Piece {
+    Cursor begin;
+    std::size_t first_chunk = 0;
+    std::size_t num_chunks = std::numeric_limits<std::size_t>::max();  // or all that are left
+  };
+
   // `layout` must be of plan.row_shapes(). With `check_values`, execute() refuses values that are not
   // finite, or would not be in the cache.
   ScatterPlan(const LoraModelConfig& config, const AdapterPlan& plan, const Layout& layout,
               bool check_values = false);
 
   // Reads matrices from the reader, in the order in which they lie there, and fills the parts of
-  // the targets: all of them, or those in the first `max_chunks` chunks. `chunk` is scratch of at
-  // least kMinChunkBytes. May block. Throws what the reader and the targets throw, and
+  // the targets that lie in the piece. `chunk` is scratch of at least kMinChunkBytes, and of the size
+  // that the piece was made for. May block. Throws what the reader and the targets throw, and
   // AdapterFormatError for a finite value that float16 cannot hold, or what a check of the values
   // finds; the targets are then partly written.
   Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
-                  ScatterTargets& targets, std::size_t max_chunks = kAllChunks) const;
+                  ScatterTargets& targets, const Piece& piece) const;
 
-  // The same to pages that nobody can take away meanwhile.
+  // All of it, to pages that nobody can take away meanwhile.
   Outcome execute(SourceReader& reader, Dtype cache_dtype, std::span<std::byte> chunk,
                   const TaskPages& target, const TaskPages* second) const;
 
@@ -91,6 +109,9 @@ class ScatterPlan {
   // nothing and checks no values.
   void list_copies(Dtype cache_dtype, std::size_t chunk_bytes,
                    const std::function<void(const Chunk&)>& visit) const;
+
+  // All chunks of that size, so many to a piece; the last piece may have fewer.
+  std::vector<Piece> pieces(std::size_t chunk_bytes, std::size_t chunks_per_piece) const;
 
   // Throws what execute() throws when a copy of that matrix overflowed float16.
   [[noreturn]] void refuse_overflow(std::uint32_t matrix) const;
@@ -101,7 +122,6 @@ class ScatterPlan {
 
   static constexpr std::size_t kChunkBytes = 256U << 10;
   static constexpr std::size_t kMinChunkBytes = 16U << 10;
-  static constexpr std::size_t kAllChunks = std::numeric_limits<std::size_t>::max();
 
  private:
   enum class Kind : std::uint8_t { a, b, bias, dora_scale };

@@ -150,6 +150,13 @@ void JobPool::work(const std::shared_ptr<State>& state, const std::shared_ptr<Wo
   state->board->changed.notify_all();
 }
 
+std::size_t JobPool::num_idle() const {
+  const auto busy = static_cast<std::size_t>(std::ranges::count_if(
+      state_->workers, [](const auto& worker) { return worker->job != nullptr; }));
+  const std::size_t spoken_for = busy + state_->queue.size();
+  return state_->options.num_workers - std::min(spoken_for, state_->options.num_workers);
+}
+
 void JobPool::expire() {
   State& state = *state_;
   const Clock::Time now = state.clock->now();

@@ -104,6 +104,9 @@ class JobPool {
   // knows nothing of the job then.
   void submit(std::shared_ptr<Job> job);
 
+  // With the lock: how many jobs more would be run at once.
+  std::size_t num_idle() const;
+
   // With the lock: finishes the jobs whose time is up.
   void expire();
 

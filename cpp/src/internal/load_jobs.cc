@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
+#include <thread>
 #include <utility>
 
 #include "page_runs.h"
@@ -28,26 +30,67 @@ std::unique_lock<std::mutex> FillJob::wait_for(const PageUses& uses) {
   }
 }
 
-SourceLoad::SourceLoad(std::shared_ptr<JobBoard> board, TaskId task, What what, FillTarget host)
-    : FillJob(std::move(board), task), what_(std::move(what)), host_(std::move(host)) {}
+std::size_t num_load_helpers(std::size_t num_workers) {
+  const std::size_t num_cores = std::max(std::thread::hardware_concurrency(), 1U);
+  return std::min({num_workers, num_cores, WriteGates::kNumGates}) - 1;
+}
+
+// What one reader of the load writes to.
+class SourceLoad::Targets final : public ScatterTargets {
+ public:
+  Targets(SourceLoad& load, std::size_t gate) : load_(load), gate_(gate) {}
+
+  bool wants(std::size_t chunk) override {
+    const WriteGates::One lock = load_.gates_.enter(gate_);
+    return !load_.only_device_ || load_.on_device_[chunk] == 0;
+  }
+
+  Access open(std::size_t chunk) override {
+    WriteGates::One lock = load_.gates_.enter(gate_);
+    if (load_.is_stopped()) {
+      throw JobStopped();
+    }
+    const TaskPages* device = load_.device_ == nullptr ? nullptr : &load_.device_->view();
+    if (load_.only_device_) {
+      if (device == nullptr) {
+        throw JobStopped();
+      }
+      return {std::move(lock), device, nullptr};
+    }
+    ++load_.chunks_written_;
+    load_.on_device_[chunk] = device == nullptr ? 0 : 1;
+    return {std::move(lock), &load_.host_.pages->view(), device};
+  }
+
+ private:
+  SourceLoad& load_;
+  std::size_t gate_;
+};
+
+SourceLoad::SourceLoad(std::shared_ptr<JobBoard> board, TaskId task, What what, FillTarget host,
+                       LoadHelpers helpers)
+    : FillJob(std::move(board), task),
+      what_(std::move(what)),
+      host_(std::move(host)),
+      helpers_(std::move(helpers)) {}
 
 bool SourceLoad::add_device(const FillTarget& device) {
   const bool in_use =
       !std::ranges::all_of(device.waits, [](const auto& u) { return u->is_over(); });
-  const std::scoped_lock lock(write_mutex_);
+  const WriteGates::All closed = gates_.close();
   // What was written before is read once more; beyond a quarter a copy from the host is cheaper.
-  const bool too_late = is_sealed_ || (num_chunks_ != 0 && chunks_written_ * 4 > num_chunks_);
+  const bool too_late = is_sealed_ || chunks_written_ * 4 > on_device_.size();
   if (in_use || too_late || is_stopped() || device_ != nullptr) {
     return false;
   }
   device_use_ = std::make_shared<DeviceUse>(use());
   device_ = device.pages;
-  chunks_skipped_ = chunks_written_;
+  std::ranges::fill(on_device_, 0);
   return true;
 }
 
 void SourceLoad::drop_device() noexcept {
-  const std::scoped_lock lock(write_mutex_);
+  const WriteGates::All closed = gates_.close();
   device_.reset();
   if (device_use_ != nullptr) {
     device_use_->is_dropped = true;
@@ -55,71 +98,133 @@ void SourceLoad::drop_device() noexcept {
 }
 
 void SourceLoad::stop() noexcept {
-  const std::scoped_lock lock(write_mutex_);
+  const WriteGates::All closed = gates_.close();
   Job::stop();
 }
 
-ScatterTargets::Access SourceLoad::open() {
-  std::unique_lock lock(write_mutex_);
-  if (is_stopped()) {
-    throw JobStopped();
-  }
-  const TaskPages* device = device_ == nullptr ? nullptr : &device_->view();
-  if (only_device_) {
-    if (device == nullptr) {
-      throw JobStopped();
-    }
-    return {std::move(lock), device, nullptr};
-  }
-  ++chunks_written_;
-  return {std::move(lock), &host_.pages->view(), device};
-}
-
 void SourceLoad::run(std::span<std::byte> scratch) {
-  const std::shared_ptr<const AdapterPlan> plan = std::move(what_.plan);  // dropped on this thread
+  std::shared_ptr<const AdapterPlan> plan = std::move(what_.plan);  // dropped without a lock
   if (is_stopped()) {
     throw JobStopped();
   }
   const std::unique_ptr<SourceReader> reader = plan->source()->open();
-  const bool is_first_read = !what_.checksum;
-  const ScatterPlan scatter(*what_.config, *plan, *what_.layout,
-                            plan->checks_values() && is_first_read);
   wait_for(host_.waits).unlock();
-  {
-    const std::scoped_lock lock(write_mutex_);
-    num_chunks_ = scatter.source_bytes(scratch.size()) / scratch.size() + 1;
-  }
-  const ScatterPlan::Outcome outcome =
-      scatter.execute(*reader, what_.config->dtype(), scratch, *this);
-  checksum_ = outcome.checksum;
-  source_bytes_ = outcome.source_bytes;
-  fill_skipped_chunks(scatter, *reader, scratch);
+  const std::shared_ptr<SharedReading> reading = begin(std::move(plan), scratch.size());
+  const std::unique_ptr<SourceLoad, void (*)(SourceLoad*)> ending(this,
+                                                                  [](auto* load) { load->end(); });
+  call_helpers(reading->pieces().size());
+  read_pieces(*reading, *reader, scratch, 0);
+  wait_for_helpers(*reading);
+  outcome_ = reading->outcome();
+  fill_skipped_chunks(*reading, *reader, scratch);
   reader->finish();
-  if (what_.checksum && *what_.checksum != checksum_) {
-    throw AdapterSourceChangedError(plan->source()->description(),
+  if (what_.checksum && *what_.checksum != outcome_.checksum) {
+    throw AdapterSourceChangedError(reading->plan().source()->description(),
                                     "its content is not what was read before");
   }
 }
 
-// The device's pages of the chunks that had been written before they were asked for.
-void SourceLoad::fill_skipped_chunks(const ScatterPlan& scatter, SourceReader& reader,
-                                     std::span<std::byte> scratch) {
-  std::size_t skipped = 0;
+std::shared_ptr<SharedReading> SourceLoad::begin(std::shared_ptr<const AdapterPlan> plan,
+                                                 std::size_t chunk_bytes) {
+  const bool check_values = plan->checks_values() && !what_.checksum;  // at the first read
+  auto reading = std::make_shared<SharedReading>(what_.config, std::move(plan), what_.layout,
+                                                 check_values, chunk_bytes);
+  std::vector<std::uint8_t> on_device(reading->num_chunks());
+  const WriteGates::All closed = gates_.close();
+  on_device_.swap(on_device);
+  reading_ = reading;
+  return reading;
+}
+
+void SourceLoad::end() noexcept {
+  std::shared_ptr<SharedReading> reading;  // outlives the lock
+  const WriteGates::All closed = gates_.close();
+  reading.swap(reading_);
+}
+
+// The load gets on without them: one that cannot be had, for want of memory, is not missed.
+void SourceLoad::call_helpers(std::size_t num_pieces) noexcept {
+  const std::shared_ptr<JobPool> workers = helpers_.workers.lock();
+  const std::shared_ptr<JobPool> helpers = helpers_.helpers.lock();
+  if (workers == nullptr || helpers == nullptr || num_pieces < 2) {
+    return;
+  }
+  try {
+    const auto self = std::static_pointer_cast<SourceLoad>(shared_from_this());
+    const std::scoped_lock lock(board().mutex);
+    const std::size_t last_gate = std::min(
+        {num_pieces - 1, WriteGates::kNumGates - 1, workers->num_idle(), helpers->num_idle()});
+    for (std::size_t gate = 1; gate <= last_gate; ++gate) {
+      helpers->submit(std::make_shared<LoadHelper>(shared_board(), self, gate));
+    }
+  } catch (const std::bad_alloc&) {
+    return;
+  }
+}
+
+void SourceLoad::help(std::span<std::byte> scratch, std::size_t gate) {
+  std::shared_ptr<SharedReading> reading;
   {
-    const std::scoped_lock lock(write_mutex_);
+    const WriteGates::One lock = gates_.enter(gate);
+    reading = reading_;
+  }
+  if (reading != nullptr) {
+    const std::unique_ptr<SourceReader> reader = reading->plan().source()->open();
+    read_pieces(*reading, *reader, scratch, gate);
+  }
+}
+
+void SourceLoad::read_pieces(SharedReading& reading, SourceReader& reader,
+                             std::span<std::byte> scratch, std::size_t gate) {
+  Targets targets(*this, gate);
+  while (const std::optional<std::size_t> piece = reading.take()) {
+    try {
+      const ScatterPlan::Outcome outcome = reading.scatter().execute(
+          reader, what_.config->dtype(), scratch, targets, reading.pieces()[*piece]);
+      if (gate != 0) {
+        reader.finish();  // before anybody relies on the piece
+      }
+      reading.end(*piece, outcome);
+    } catch (...) {
+      reading.end(*piece, std::current_exception());
+    }
+  }
+}
+
+void SourceLoad::wait_for_helpers(SharedReading& reading) const {
+  while (!reading.wait_for_taken(kLookAgain)) {
+    if (is_stopped()) {
+      throw JobStopped();
+    }
+  }
+}
+
+// The device's pages of the chunks that had been written before they were asked for.
+void SourceLoad::fill_skipped_chunks(const SharedReading& reading, SourceReader& reader,
+                                     std::span<std::byte> scratch) {
+  bool are_skipped = false;
+  {
+    const WriteGates::All closed = gates_.close();
     is_sealed_ = true;
     only_device_ = true;
-    skipped = device_ == nullptr ? 0 : chunks_skipped_;
+    are_skipped = device_ != nullptr && std::ranges::find(on_device_, 0) != on_device_.end();
   }
-  if (skipped != 0) {
+  if (are_skipped) {
     try {
-      scatter.execute(reader, what_.config->dtype(), scratch, *this, skipped);
+      Targets targets(*this, 0);
+      reading.scatter().execute(reader, what_.config->dtype(), scratch, targets, {});
     } catch (const JobStopped&) {
-      const std::scoped_lock lock(write_mutex_);
+      const WriteGates::All closed = gates_.close();
       if (device_ != nullptr) {
         throw;
       }  // only the device's pages were given up: those of the host are complete
     }
+  }
+}
+
+void LoadHelper::run(std::span<std::byte> scratch) {
+  if (const std::shared_ptr<SourceLoad> load = load_.lock()) {
+    load->help(scratch, gate_);
   }
 }
 

@@ -11,13 +11,16 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "job_pool.h"
 #include "pagedlora/adapter_plan.h"
 #include "pagedlora/device.h"
 #include "pagedlora/lora_module.h"
 #include "pagedlora/scatter_plan.h"
+#include "shared_reading.h"
 #include "task_pages.h"
+#include "write_gates.h"
 
 namespace pagedlora::internal {
 
@@ -43,6 +46,7 @@ class FillJob : public Job {
   }
 
   JobBoard& board() { return *board_; }
+  const std::shared_ptr<JobBoard>& shared_board() { return board_; }
 
   // Returns with the lock when all of them have ended. Throws JobStopped.
   std::unique_lock<std::mutex> wait_for(const PageUses& uses);
@@ -52,11 +56,23 @@ class FillJob : public Job {
   TaskId task_;
 };
 
+// Where a load finds threads that read a part of it: not more than workers are idle at that moment.
+// Helpers are threads beside the workers, so a source that hangs keeps no worker from another load
+// but the one that took it.
+struct LoadHelpers {
+  std::weak_ptr<JobPool> workers;  // one of which runs the load
+  std::weak_ptr<JobPool> helpers;
+};
+
+// As many as can run at a time beside the worker that has the load.
+std::size_t num_load_helpers(std::size_t num_workers);
+
 // Source -> host tier, and on request the device tier in the same pass.
 //
-// A chunk is written under a lock of the job's own, so that stop() returns only when nothing will
-// be written any more: the pages are free at that moment.
-class SourceLoad final : public FillJob, private ScatterTargets {
+// A chunk is written under a gate of its reader's, so that stop() returns only when nothing will be
+// written any more: the pages are free at that moment. run() returns when every helper's piece has
+// ended, or the load is stopped.
+class SourceLoad final : public FillJob {
  public:
   struct What {
     std::shared_ptr<const LoraModelConfig> config;
@@ -65,7 +81,8 @@ class SourceLoad final : public FillJob, private ScatterTargets {
     std::optional<std::uint64_t> checksum;  // of an earlier read: another one is an error
   };
 
-  SourceLoad(std::shared_ptr<JobBoard> board, TaskId task, What what, FillTarget host);
+  SourceLoad(std::shared_ptr<JobBoard> board, TaskId task, What what, FillTarget host,
+             LoadHelpers helpers = {});
 
   // With the board's lock. From now on the device's pages are filled as well; false, and nothing is
   // changed, if too much has been written already or if the pages are still in use.
@@ -78,9 +95,12 @@ class SourceLoad final : public FillJob, private ScatterTargets {
   void run(std::span<std::byte> scratch) override;
   void stop() noexcept override;
 
+  // Reads what nobody has taken yet, through a gate that nobody else uses, not the first.
+  void help(std::span<std::byte> scratch, std::size_t gate);
+
   // Of a job that finished without an error.
-  std::uint64_t checksum() const { return checksum_; }
-  std::uint64_t source_bytes() const { return source_bytes_; }
+  std::uint64_t checksum() const { return outcome_.checksum; }
+  std::uint64_t source_bytes() const { return outcome_.source_bytes; }
   std::size_t payload_bytes() const { return what_.layout->payload_bytes(); }
 
  private:
@@ -91,24 +111,45 @@ class SourceLoad final : public FillJob, private ScatterTargets {
     const std::shared_ptr<const PageUse> of_load;
     std::atomic<bool> is_dropped{false};
   };
+  class Targets;
 
-  Access open() override;
-  void fill_skipped_chunks(const ScatterPlan& scatter, SourceReader& reader,
+  std::shared_ptr<SharedReading> begin(std::shared_ptr<const AdapterPlan> plan,
+                                       std::size_t chunk_bytes);
+  void end() noexcept;
+  void call_helpers(std::size_t num_pieces) noexcept;
+  void read_pieces(SharedReading& reading, SourceReader& reader, std::span<std::byte> scratch,
+                   std::size_t gate);
+  void wait_for_helpers(SharedReading& reading) const;
+  void fill_skipped_chunks(const SharedReading& reading, SourceReader& reader,
                            std::span<std::byte> scratch);
 
   What what_;
   FillTarget host_;
-  std::uint64_t checksum_ = 0;
-  std::uint64_t source_bytes_ = 0;
-  std::size_t num_chunks_ = 0;
+  LoadHelpers helpers_;
+  ScatterPlan::Outcome outcome_;
+  std::atomic<std::size_t> chunks_written_{0};
 
-  std::mutex write_mutex_;  // guards what follows; taken after the board's lock, or alone
+  WriteGates gates_;  // guard what follows; taken after the board's lock, or alone
+  std::shared_ptr<SharedReading> reading_;  // while there is something to read
   std::shared_ptr<const OwnTaskPages> device_;
   std::shared_ptr<DeviceUse> device_use_;
-  std::size_t chunks_written_ = 0;
-  std::size_t chunks_skipped_ = 0;  // of the device's pages
+  std::vector<std::uint8_t> on_device_;  // by chunk; an element belongs to who reads the chunk
   bool only_device_ = false;
   bool is_sealed_ = false;  // the end has been reached: too late to add a target
+};
+
+// Reads a part of a load on another thread.
+class LoadHelper final : public FillJob {
+ public:
+  LoadHelper(std::shared_ptr<JobBoard> board, const std::shared_ptr<SourceLoad>& load,
+             std::size_t gate)
+      : FillJob(std::move(board), load->task()), load_(load), gate_(gate) {}
+
+  void run(std::span<std::byte> scratch) override;
+
+ private:
+  std::weak_ptr<SourceLoad> load_;
+  std::size_t gate_;
 };
 
 // One tier -> the other, by the device.

@@ -65,8 +65,7 @@ class Source final : public TensorSource, public std::enable_shared_from_this<So
 
     void read(std::uint64_t offset, std::span<std::byte> into) override {
       source_->gate.pass();
-      if (source_->fail_read_after != kNever && source_->fail_read_after-- == 0) {
-        source_->fail_read_after = kNever;
+      if (source_->is_read_to_fail()) {
         throw AdapterReadError(source_->description_, EIO);
       }
       if (offset + into.size() > source_->bytes.size()) {
@@ -87,6 +86,17 @@ class Source final : public TensorSource, public std::enable_shared_from_this<So
    private:
     std::shared_ptr<const Source> source_;
   };
+
+  // Counts the read.
+  bool is_read_to_fail() const {
+    int left = fail_read_after;
+    while (left != kNever) {
+      if (fail_read_after.compare_exchange_weak(left, left == 0 ? kNever : left - 1)) {
+        return left == 0;
+      }
+    }
+    return false;
+  }
 
   std::string description_;
 };
