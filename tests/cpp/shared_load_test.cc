@@ -84,6 +84,7 @@ TEST_F(SharedLoadTest, FillsThePagesAsOneReaderDoes) {
   EXPECT_EQ(load->source_bytes(), adapter_.source->bytes.size());
   EXPECT_EQ(load->checksum(), checksum_alone);
   EXPECT_EQ(adapter_.source->live_readers, 0);
+  EXPECT_EQ(adapter_.source->finishes, static_cast<int>(kReaders)) << "each looks for changes";
 }
 
 TEST_F(SharedLoadTest, TakesNoMoreHelpersThanWorkersAreIdle) {
@@ -213,6 +214,30 @@ TEST_F(SharedLoadTest, AHelperThatComesLateReadsNothing) {
   std::vector<std::byte> scratch(kChunkBytes);
   load->help(scratch, 1);
   EXPECT_EQ(adapter_.source->opens, 1);
+}
+
+TEST(SharedLoadsOfAManagerTest, ALargeAdapterIsReadByMoreThanOneThread) {
+  if (num_load_helpers(PeftCacheOptions{}.num_put_workers) == 0) {
+    GTEST_SKIP() << "one core: nobody to help";
+  }
+  const auto config = testing_support::float32_model({{8192, 8192}});
+  const testing_support::TestAdapter adapter = testing_support::make_adapter(*config, {64}, 1);
+  PeftCacheOptions options;
+  options.host_cache_bytes = options.device_cache_bytes = 8U << 20;
+  PeftCacheManager manager(config, options, make_host_device(), eviction_policy_factory("lru"));
+  const TaskId task = manager.register_task(adapter.plan);
+  adapter.source->gate.close();
+  manager.add_request_peft(RequestId{1}, task);
+  adapter.source->gate.wait_for_begun(2);
+  EXPECT_EQ(adapter.source->live_readers, 2);
+  adapter.source->gate.open();
+  manager.ensure_batch(std::array{RequestId{1}}, false, nullptr)->close();
+  for (const Tier tier : {Tier::host, Tier::device}) {
+    manager.read_task(task, tier, [&](const TaskPages& pages, const AdapterPlan& /*plan*/) {
+      EXPECT_TRUE(testing_support::holds_adapter(pages, *config, adapter));
+    });
+  }
+  manager.check_invariants();
 }
 
 class SharedReadingTest : public testing_support::LoadFixture {
