@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -62,8 +63,28 @@ class Pages {
     return std::ranges::all_of(*arena_, [](std::byte byte) { return byte == kPoison; });
   }
 
+  // The last bytes of each page alone, which takes so little time that a write under way comes later.
+  void poison_tails() {
+    for_each_tail([](std::span<std::byte> tail) { std::ranges::fill(tail, kPoison); });
+  }
+  bool are_tails_poisoned() const {
+    bool all = true;
+    for_each_tail([&](std::span<std::byte> tail) {
+      all &= std::ranges::all_of(tail, [](std::byte byte) { return byte == kPoison; });
+    });
+    return all;
+  }
+
  private:
   static constexpr std::byte kPoison{0xEE};
+  static constexpr std::size_t kTailBytes = 64;
+
+  void for_each_tail(auto visit) const {
+    const std::size_t page_bytes = own_->view().layout->params().page_bytes;
+    for (std::size_t end = page_bytes; end <= arena_->size(); end += page_bytes) {
+      visit(std::span(arena_->data() + end - kTailBytes, kTailBytes));
+    }
+  }
 
   std::shared_ptr<std::vector<std::byte>> arena_ = std::make_shared<std::vector<std::byte>>();
   std::shared_ptr<const OwnTaskPages> own_;
@@ -87,9 +108,9 @@ class LoadFixture : public ::testing::Test {
   std::shared_ptr<SourceLoad> make_load(const FillTarget& target,
                                         std::optional<std::uint64_t> checksum = std::nullopt,
                                         LoadHelpers helpers = {}) {
-    return std::make_shared<SourceLoad>(
-        board_, TaskId{1}, SourceLoad::What{config_, adapter_.plan, layout_, checksum}, target,
-        std::move(helpers));
+    return std::make_shared<SourceLoad>(board_, TaskId{1},
+                                        SourceLoad::What{config_, adapter_.plan, layout_, checksum},
+                                        target, std::move(helpers));
   }
   auto locked(auto call) {
     const std::scoped_lock lock(board_->mutex);

@@ -26,7 +26,10 @@ constexpr std::size_t kReaders = WriteGates::kNumGates;
 
 class SharedLoadTest : public testing_support::LoadFixture {
  protected:
-  SharedLoadTest() { renew_adapter(); }
+  SharedLoadTest() {
+    renew_adapter();
+    use_workers(kReaders);
+  }
   ~SharedLoadTest() override {
     adapter_.source->gate.open();
     wait_for_helpers();
@@ -38,9 +41,11 @@ class SharedLoadTest : public testing_support::LoadFixture {
   std::shared_ptr<SourceLoad> make_shared_load() {
     return make_load(host_.target(), std::nullopt, {workers_, helpers_});
   }
-  void use_workers(std::size_t number) {
+  void use_workers(std::size_t number, std::size_t chunk_bytes = kChunkBytes) {
     workers_ = std::make_shared<JobPool>(
-        board_, clock_, JobPool::Options{number, 1, kChunkBytes, std::chrono::seconds(10)});
+        board_, clock_, JobPool::Options{number, 1, chunk_bytes, std::chrono::seconds(10)});
+    helpers_ = std::make_shared<JobPool>(
+        board_, clock_, JobPool::Options{kReaders - 1, 0, chunk_bytes, std::chrono::seconds(10)});
   }
   void start(const std::shared_ptr<Job>& job) {
     locked([&] { workers_->submit(job); });
@@ -66,10 +71,8 @@ class SharedLoadTest : public testing_support::LoadFixture {
     return error;
   }
 
-  std::shared_ptr<JobPool> workers_ = std::make_shared<JobPool>(
-      board_, clock_, JobPool::Options{kReaders, 1, kChunkBytes, std::chrono::seconds(10)});
-  std::shared_ptr<JobPool> helpers_ = std::make_shared<JobPool>(
-      board_, clock_, JobPool::Options{kReaders - 1, 0, kChunkBytes, std::chrono::seconds(10)});
+  std::shared_ptr<JobPool> workers_;
+  std::shared_ptr<JobPool> helpers_;
 };
 
 TEST_F(SharedLoadTest, FillsThePagesAsOneReaderDoes) {
@@ -123,17 +126,22 @@ TEST_F(SharedLoadTest, C4_NothingIsWrittenOnceStopHasReturned) {
 }
 
 TEST_F(SharedLoadTest, C4_StopWaitsForChunksThatAreBeingWritten) {
+  use_adapter(8192, 8192, 64);
+  use_workers(kReaders, ScatterPlan::kChunkBytes);  // two pieces, and writing a chunk takes a while
   std::mt19937 rng(1);
-  for (int round = 0; round < std::max(num_steps(200), 20); ++round) {
+  for (int round = 0; round < std::max(num_steps(300), 30); ++round) {
+    const int reads = adapter_.source->reads;
     const auto load = make_shared_load();
     start(load);
-    const auto moment = std::chrono::steady_clock::now() + std::chrono::microseconds(rng() % 1000);
+    while (adapter_.source->reads < reads + 3) {
+    }
+    const auto moment = std::chrono::steady_clock::now() + std::chrono::microseconds(rng() % 500);
     while (std::chrono::steady_clock::now() < moment) {
     }
     stop(load);
-    host_.poison();
+    host_.poison_tails();
     end_of_all(load);
-    ASSERT_TRUE(host_.are_poisoned());
+    ASSERT_TRUE(host_.are_tails_poisoned());
   }
 }
 
