@@ -82,7 +82,14 @@ void register_lora_operator(py::module_& module) {
       .def_property_readonly("num_runs",
                              [](const LeasedBatch& self) { return self.batch.runs().size(); })
       .def_property_readonly("has_dora_scales",
-                             [](const LeasedBatch& self) { return self.batch.has_dora_scales(); });
+                             [](const LeasedBatch& self) { return self.batch.has_dora_scales(); })
+      .def_property_readonly(
+          "touched_modules",
+          [](const LeasedBatch& self) {
+            const auto touched = self.batch.touched_modules();
+            return py::bytes(std::bit_cast<const char*>(touched.data()), touched.size());
+          },
+          "By module index, 1 where an adapter of the batch has weights; empty without adapters.");
 
   py::class_<SharedLoraOperator>(module, "LoraOperator",
                                  "y += scale * B (A x), from cache pages. Thread-safe.")

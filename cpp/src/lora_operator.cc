@@ -105,9 +105,17 @@ LoraBatch::LoraBatch(std::span<const Segment> segments) {
         runs_.back().num_rows += segment.num_rows;
       } else {
         runs_.push_back({*segment.task, num_rows_, segment.num_rows});
+        touch_modules(*segment.task->layout);
       }
     }
     num_rows_ += segment.num_rows;
+  }
+}
+
+void LoraBatch::touch_modules(const Layout& layout) {
+  touched_modules_.resize(std::max<std::size_t>(touched_modules_.size(), layout.num_modules()));
+  for (const RowShape& row : layout.rows()) {
+    touched_modules_[row.module.value] = 1;
   }
 }
 

@@ -582,6 +582,11 @@ class LoraBatch:
     def num_rows(self) -> int: ...
     @property
     def num_runs(self) -> int: ...
+    @property
+    def touched_modules(self) -> bytes:
+        """
+        By module index, 1 where an adapter of the batch has weights; empty without adapters.
+        """
 
 class LoraOperator:
     """

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <vector>
 
 #include "all_dtypes.h"
 #include "lora_operator_fixture.h"
@@ -133,6 +134,19 @@ TEST_P(LoraVectorsTest, AScaleOfOneIsPlainLora) {
   const Matrix before = y;
   apply(lora, batch_of({{adapter.pages(), 3}}), 0, x, y, &base_bias);
   EXPECT_EQ(num_wrong_of_module(GetParam(), adapter, kModule, x, before, y), 0);
+}
+
+TEST(LoraVectorsBatchTest, SaysWhichModulesItsAdaptersTouch) {
+  Rng rng(3);
+  const LoraModelConfig config = config_of({{8, 8}, {8, 8}, {8, 8}});
+  Adapter first(config, {{ModuleIndex{0}, 2}}, Dtype::float32, 0, rng);
+  Adapter last(config, {{ModuleIndex{2}, 2}}, Dtype::float32, 0, rng);
+  const auto touched = [](const LoraBatch& batch) {
+    return std::vector<int>(batch.touched_modules().begin(), batch.touched_modules().end());
+  };
+  EXPECT_EQ(touched(batch_of({{std::nullopt, 1}})), std::vector<int>());
+  EXPECT_EQ(touched(batch_of({{last.pages(), 1}})), (std::vector{0, 0, 1}));
+  EXPECT_EQ(touched(batch_of({{first.pages(), 1}, {last.pages(), 1}})), (std::vector{1, 0, 1}));
 }
 
 TEST(LoraVectorsBatchTest, SaysWhetherAnyAdapterNeedsTheBaseBias) {

@@ -55,8 +55,14 @@ class LoraBatch {
   std::uint32_t num_rows() const { return num_rows_; }
   bool has_dora_scales() const;  // whether any adapter of it needs Activations::base_bias
 
+  // By module index, 1 where any adapter of the batch has a row, else 0; empty without adapters.
+  std::span<const std::uint8_t> touched_modules() const { return touched_modules_; }
+
  private:
+  void touch_modules(const Layout& layout);
+
   std::vector<Run> runs_;
+  std::vector<std::uint8_t> touched_modules_;
   std::uint32_t num_rows_ = 0;
 };
 

@@ -57,6 +57,13 @@ class _Hook:
         self._dtype = torch.float32
         self._core_dtype = to_core_dtype(torch.float32)
 
+    def _batch(self) -> _core.LoraBatch | None:
+        """None where no adapter of the step touches the module, and between steps."""
+        touched = self._row_map.touched
+        if touched is None or not touched[self._index]:
+            return None
+        return self._row_map.batch
+
     def _input(
         self, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
     ) -> torch.Tensor:
@@ -93,7 +100,7 @@ class _LinearHook(_Hook):
         kwargs: dict[str, torch.Tensor],
         output: torch.Tensor,
     ) -> torch.Tensor | None:
-        batch = self._row_map.batch
+        batch = self._batch()
         if batch is None:
             return None
         x = self._input(args, kwargs).contiguous()
@@ -141,7 +148,7 @@ class _EmbeddingHook(_Hook):
         kwargs: dict[str, torch.Tensor],
         output: torch.Tensor,
     ) -> torch.Tensor | None:
-        batch = self._row_map.batch
+        batch = self._batch()
         if batch is None:
             return None
         token_ids = self._input(args, kwargs).to(torch.int64).contiguous()

@@ -31,6 +31,7 @@ class FakeBatch:
     """The lease is {request id: what the adapter adds}."""
 
     has_dora_scales = False
+    touched_modules = b"\1" * 1000
 
     def __init__(self, lease, segments):
         self.deltas = [
@@ -176,6 +177,27 @@ def test_step_without_adapters_reads_no_lease_and_calls_nothing(operator):
 
     with torch.inference_mode(), hooks.step(step, None):
         model.proj(torch.randn(1, 3, SIZE))
+    assert operator.calls == []
+
+
+def test_a_module_that_no_adapter_of_the_step_touches_costs_nothing(operator, monkeypatch):
+    monkeypatch.setattr(FakeBatch, "touched_modules", bytes([0, 1]))
+    model = Model()
+    hooks = open_hooks(model, operator)
+    with torch.inference_mode(), hooks.step(MIXED, LEASE):
+        model.proj(torch.randn(1, 7, SIZE))
+        model.lm_head(torch.randn(1, MIXED.num_sampled, SIZE))
+    assert [index for index, _ in operator.calls] == [1]
+
+
+def test_sampled_rows_of_the_base_model_alone_call_nothing(operator, monkeypatch):
+    """The row has adapters, the rows that the output embedding gets have none."""
+    monkeypatch.setattr(FakeBatch, "touched_modules", b"")
+    model = Model()
+    hooks = open_hooks(model, operator)
+    step = StepBatch([sequence(1, 3, sample=False), sequence(2, 1, uses_adapter=False)])
+    with torch.inference_mode(), hooks.step(step, LEASE):
+        model.lm_head(torch.randn(1, 1, SIZE))
     assert operator.calls == []
 
 
