@@ -351,7 +351,8 @@ void PeftCacheManager::pin(TaskId task) {
     const std::size_t left = host_.pool().num_pages() - user_pinned_pages_;
     const std::size_t kept = std::max(largest_pages_, pages);
     if (pages + kept > left) {
-      throw LoraCacheFullError(host_.tier(), pages + kept, left, 0);
+      throw LoraCacheFullError::of_pin(host_.tier(), pages, user_pinned_pages_, kept,
+                                       host_.pool().num_pages());
     }
     if (record.host_entry == nullptr) {
       bring_into_host(task, record.plan, false);
