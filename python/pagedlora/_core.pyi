@@ -35,6 +35,7 @@ __all__: list[str] = [
     "PeftCacheManager",
     "PeftCacheStats",
     "PlannedRow",
+    "ProcessMark",
     "RowPages",
     "RowShape",
     "ScratchFile",
@@ -565,6 +566,21 @@ class PeftCacheManager:
     def layout_params(self) -> LayoutParams: ...
     @property
     def stats(self) -> PeftCacheStats: ...
+
+class ProcessMark:
+    """
+    The process in which an object was made; see process_mark.h.
+    """
+    def __init__(self) -> None: ...
+    def check(self, what: str) -> None:
+        """
+        Raises InvalidArgumentError, which begins with `what`, in such a child.
+        """
+    @property
+    def is_here(self) -> bool:
+        """
+        False in a child that was forked from that process.
+        """
 
 class LoraBatch:
     """

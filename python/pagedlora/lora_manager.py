@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,6 +32,7 @@ from pagedlora.registry.lora_dir import MAX_NAME_BYTES
 from pagedlora.registry.names import NameEntry, NameTable, Owners, check_name, in_use_error
 from pagedlora.registry.parts import RegistryParts
 from pagedlora.registry.probing import probe
+from pagedlora.registry.process_lock import ProcessLock
 from pagedlora.registry.reload import Reloader
 from pagedlora.registry.salt import base_identity, cache_salt, check_tenant_salt
 from pagedlora.registry.sources import Sources
@@ -123,8 +123,7 @@ class LoraManager:
         table = ModuleTable(model_config, fused_modules)
         self._base_identity = base_identity(table, base_model_id)
         self._cache = cache_manager
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = ProcessLock("this LoraManager")
         self._generations = GenerationTable(cache_manager)
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
@@ -282,14 +281,14 @@ class LoraManager:
             AdapterInUseError: Some of its requests have not ended, `owners`; the name works again.
         """
         deadline = Deadline(timeout_s)
-        with self._changed:
+        with self._lock:
             entry = self._names.require(name)
             entry.is_unloading = True
             try:
                 while users := self._names.users(entry, Owners(self._cache)):
                     if deadline.has_passed:
                         raise in_use_error(entry, users, timeout_s)
-                    self._changed.wait(deadline.left_s(_LOOK_EVERY_S))
+                    self._lock.wait(deadline.left_s(_LOOK_EVERY_S))
                 self._names.remove(entry)
             finally:
                 entry.is_unloading = False
@@ -389,9 +388,9 @@ class LoraManager:
 
         If it owns its task in the cache still, it is marked done.
         """
-        with self._changed:
+        with self._lock:
             self._names.release(request)
-            self._changed.notify_all()
+            self._lock.notify_all()
 
     # ---- queries -------------------------------------------------------------------------------
 
@@ -408,6 +407,7 @@ class LoraManager:
         Raises:
             PagedLoraError: As `register`, for an adapter that cannot be used.
         """
+        self._lock.check()
         place = self._sources.place(source, "the adapter that is probed")
         return probe(place, self._parts, self._cache)
 
@@ -527,6 +527,7 @@ class LoraManager:
         pinned: bool,
         timeout_s: float | None,
     ) -> AdapterInfo:
+        self._lock.check()
         check_name(name)
         deadline = Deadline(timeout_s)
         if source is None:
