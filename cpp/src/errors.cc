@@ -116,7 +116,8 @@ AdapterFormatError::AdapterFormatError(std::string file, std::string tensor_name
 AdapterSourceChangedError::AdapterSourceChangedError(std::string file,
                                                      const std::string& difference)
     : Error(file + " changed since it was registered: " + difference +
-            "; give its name the new content with reload(), or unload() and load() it"),
+            "; give its name the new content with reload(), or unload() and load() it (a name of "
+            "lora_dir gets it with its next request)"),
       path(std::move(file)) {}
 
 AdapterNotFoundError::AdapterNotFoundError(std::string file)

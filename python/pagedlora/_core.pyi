@@ -137,6 +137,11 @@ class AdapterRoot:
         """
     @property
     def path(self) -> str: ...
+    @property
+    def was_replaced(self) -> bool:
+        """
+        Whether its path names another directory by now.
+        """
 
 class TensorSource:
     """

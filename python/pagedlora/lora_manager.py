@@ -27,6 +27,7 @@ from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
 from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
 from pagedlora.registry.host_pins import HostPins
+from pagedlora.registry.listed import ListedNames
 from pagedlora.registry.loads import Loader
 from pagedlora.registry.lora_dir import MAX_NAME_BYTES
 from pagedlora.registry.names import NameEntry, NameTable, Owners, check_name, in_use_error
@@ -67,7 +68,9 @@ class LoraManager:
 
     With a `lora_dir` the adapters below it have names from the start, their relative paths. Such a
     name is registered by the first call that needs it, which meets what is wrong with its files;
-    one that is unknown is looked for there again.
+    one that is unknown is looked for there again. If its files, or the whole directory, were
+    replaced, `acquire`, `task_id`, `load`, `pin` and `cache_salt` let the name stand for those that
+    are there now, or meet what is wrong with them; requests that have the adapter keep it.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class LoraManager:
         )
         self._reloader = Reloader(parts)
         self._loader = Loader(parts, self._reloader)
+        self._listed = ListedNames(self._sources, parts, self._loader, self._reloader)
         self._describer = Describer(table, cache_manager, self._names)
 
     # ---- names ---------------------------------------------------------------------------------
@@ -324,9 +328,11 @@ class LoraManager:
             LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
             PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
         """
-        entry = self._require(name)
+        self._listed.register(name)
+        with self._lock:
+            entry = self._names.require(name)
         place = self._sources.place(source, _called(name))
-        self._reloader.reload(entry, place, expected_generation)
+        self._reloader.reload(entry, place, expected_generation, self._listed.files_of(name, place))
         return self.get(name)
 
     # ---- pins ----------------------------------------------------------------------------------
@@ -381,7 +387,7 @@ class LoraManager:
         self._require(name)
         with self._lock:
             entry = self._names.require(name)
-            return self._names.acquire(entry, request, self.task_id(name))
+            return self._names.acquire(entry, request, entry.generation.task_id)
 
     def release(self, request: Any) -> None:
         """Forgets what the request uses, at its end; nothing happens if it uses nothing.
@@ -423,7 +429,7 @@ class LoraManager:
             AdapterNotFoundError: No adapter of that name is registered.
             PagedLoraError: It is one of `lora_dir` that nobody used before, and cannot be used.
         """
-        self._register_listed(name)
+        self._listed.register(name)
         owners = Owners(self._cache)
         with self._lock:
             return self._describer.name(self._names.get(name), owners)
@@ -443,7 +449,7 @@ class LoraManager:
             AdapterNotFoundError: No adapter of that name is registered.
             PagedLoraError: As `get`.
         """
-        self._register_listed(name)
+        self._listed.register(name)
         with self._lock:
             return self._names.get(name).real_path
 
@@ -541,18 +547,9 @@ class LoraManager:
         return self.get(name)
 
     def _require(self, name: str) -> NameEntry:
-        self._register_listed(name)
+        self._listed.follow(name)
         with self._lock:
             return self._names.require(name)
-
-    def _register_listed(self, name: str) -> None:
-        """Registers a name of `lora_dir` that nobody asked for before; the caller holds no lock."""
-        with self._lock:
-            if self._names.find(name) is not None:
-                return
-        place = self._sources.find_listed(name)
-        if place is not None:
-            self._loader.register_or_find(name, place)
 
 
 def _called(name: object) -> str:
