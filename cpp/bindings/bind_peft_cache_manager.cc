@@ -388,6 +388,12 @@ void register_manager_queries(
           },
           "request_id"_a, ReleaseGil())
       .def(
+          "was_revoked",
+          [](const PeftCacheManager& self, std::uint64_t request) {
+            return self.was_revoked(RequestId{request});
+          },
+          "request_id"_a, ReleaseGil())
+      .def(
           "active_tasks",
           [](const PeftCacheManager& self) { return to_python(self.active_tasks()); }, ReleaseGil())
       .def(

@@ -66,6 +66,11 @@ bool PeftCacheManager::has_started(RequestId request) const {
   return owners_.has_started(request);
 }
 
+bool PeftCacheManager::was_revoked(RequestId request) const {
+  const Lock lock = enter();
+  return owners_.was_revoked(request);
+}
+
 std::size_t PeftCacheManager::num_pages_of(TaskId task) {
   const Lock lock = enter();
   return layout_of(require_record(task))->num_pages();

@@ -368,7 +368,7 @@ class LoraManager:
         """Remembers that a request uses the name, until `release`; idempotent.
 
         The name is not unloaded before the request ends: before it is released or, if it was
-        seen to own its task in the cache, does not own it any more. If it has a true
+        seen to own its task in the cache, was marked done there. If it has a true
         `keeps_adapter`, only `release` ends it, and `reload` does not move it.
 
         Args:

@@ -196,6 +196,7 @@ class PeftCacheManager {
   std::unordered_map<TaskId, std::set<RequestId>> paused_tasks() const;
   std::optional<TaskId> task_of(RequestId request) const;
   bool has_started(RequestId request) const;  // an owner that was in a batch or paused
+  bool was_revoked(RequestId request) const;  // and neither added nor done since
 
   // Pages of the task in either tier. Throws PeftTaskNotCachedError for an unknown one.
   std::size_t num_pages_of(TaskId task);
