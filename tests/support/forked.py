@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pagedlora import PagedLoraError
+from pagedlora import InvalidArgumentError, PagedLoraError
 
 ROOT = Path(__file__).parents[2]
 _LIMIT_S = 60
@@ -23,6 +23,14 @@ def run_script(script: str, *arguments: object) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What a call says that is refused as none of this process; else what it gave."""
+    try:
+        return f"gave {call()!r}"
+    except InvalidArgumentError as error:
+        return str(error)
 
 
 def in_child(call: Callable[[], object]) -> str:

@@ -34,7 +34,8 @@ class ProcessLock:
         Raises:
             InvalidArgumentError: This is a child of the process that made it.
         """
-        self._process.check(self._what)
+        if not self._process.is_here:
+            self.check()
         self._changed.acquire()
 
     def __exit__(self, *_: object) -> None:
