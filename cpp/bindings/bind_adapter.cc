@@ -118,6 +118,10 @@ void register_adapter(py::module_& module) {
   py::class_<AdapterRoot, py::smart_holder>(
       module, "AdapterRoot", "A directory that adapters' files must lie in; see adapter_root.h.")
       .def(py::init(&adapter_root), "directory"_a)
+      .def_property_readonly(
+          "was_replaced",
+          py::cpp_function(&AdapterRoot::was_replaced, py::call_guard<py::gil_scoped_release>()),
+          "Whether its path names another directory by now.")
       .def_property_readonly("path",
                              [](const AdapterRoot& self) { return to_python_path(self.path()); })
       .def("check", &check_path, "path"_a, "Raises what opening a file or directory would.");

@@ -13,6 +13,7 @@
 #include "isa_argument.h"
 #include "leased_batch.h"
 #include "pagedlora/lora_operator.h"
+#include "pagedlora/process_mark.h"
 
 namespace pagedlora::bindings {
 namespace py = pybind11;
@@ -43,6 +44,7 @@ std::vector<LoraBatch::Segment> resolve(const BatchLease* lease, const PySegment
 struct SharedLoraOperator {
   SharedLoraOperator(Dtype dtype, Isa isa) : lora(dtype, isa) {}
 
+  const ProcessMark process;
   LoraOperator lora;
   std::mutex mutex;
 };
@@ -50,6 +52,7 @@ struct SharedLoraOperator {
 void apply(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
            std::uintptr_t x, std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
            std::int64_t y_row_stride, Dtype dtype, std::uintptr_t base_bias) {
+  self.process.check("this LoRA operator");
   const auto held = leased.hold_open();
   const std::scoped_lock lock(self.mutex);
   self.lora.apply(leased.batch, ModuleIndex{module},
@@ -60,6 +63,7 @@ void apply(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t mo
 void apply_embedding(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
                      std::uintptr_t token_ids, std::uintptr_t y, std::uint32_t num_rows,
                      std::int64_t y_row_stride, Dtype dtype, float factor) {
+  self.process.check("this LoRA operator");
   const auto held = leased.hold_open();
   const std::scoped_lock lock(self.mutex);
   self.lora.apply_embedding(leased.batch, ModuleIndex{module},

@@ -21,6 +21,7 @@
 #include "error_translation.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/peft_cache_manager.h"
+#include "pagedlora/process_mark.h"
 #include "pagedlora/task_entries.h"
 #include "stream_argument.h"
 
@@ -63,13 +64,20 @@ Clock::Time to_time(double seconds) {
       std::chrono::duration<double>(std::min(seconds, kLongest)));
 }
 
+// In a child of fork() all of it is leaked: another thread may have been changing it at that moment.
+void destroy(PeftCacheManager* manager, const ProcessMark& process) {
+  if (process.is_here()) {
+    delete manager;  // NOLINT(cppcoreguidelines-owning-memory): called by its shared_ptr
+  }
+}
+
 std::shared_ptr<PeftCacheManager> make_manager(
     std::shared_ptr<const LoraModelConfig> config, std::size_t host_cache_bytes,
     std::size_t device_cache_bytes, std::size_t page_bytes, std::size_t max_part_bytes,
     const std::string& eviction_policy, std::size_t num_put_workers, std::size_t num_ensure_workers,
     std::size_t max_inflight_batches, double load_timeout_s,
     std::optional<std::shared_ptr<Clock>> clock, std::optional<std::shared_ptr<Device>> device) {
-  return std::make_shared<PeftCacheManager>(
+  auto manager = std::make_unique<PeftCacheManager>(
       std::move(config),
       PeftCacheOptions{.host_cache_bytes = host_cache_bytes,
                        .device_cache_bytes = device_cache_bytes,
@@ -82,6 +90,8 @@ std::shared_ptr<PeftCacheManager> make_manager(
                        .clock = clock.value_or(nullptr),
                        .on_evict = {}},
       device ? *device : make_host_device(), eviction_policy_factory(eviction_policy));
+  return {manager.release(),
+          [process = ProcessMark()](PeftCacheManager* unheld) { destroy(unheld, process); }};
 }
 
 std::shared_ptr<BatchLease> ensure_batch(PeftCacheManager& self,
@@ -375,6 +385,12 @@ void register_manager_queries(
           "has_started",
           [](const PeftCacheManager& self, std::uint64_t request) {
             return self.has_started(RequestId{request});
+          },
+          "request_id"_a, ReleaseGil())
+      .def(
+          "was_revoked",
+          [](const PeftCacheManager& self, std::uint64_t request) {
+            return self.was_revoked(RequestId{request});
           },
           "request_id"_a, ReleaseGil())
       .def(

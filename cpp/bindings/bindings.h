@@ -18,6 +18,7 @@ void register_lease_pages(pybind11::module_& module);
 void register_fakes(pybind11::module_& module);
 void register_peft_cache_manager(pybind11::module_& module);
 void register_pool_view(pybind11::module_& module);
+void register_process_mark(pybind11::module_& module);
 void register_lora_operator(pybind11::module_& module);
 void register_paged_attention(pybind11::module_& module);
 

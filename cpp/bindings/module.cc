@@ -14,6 +14,7 @@ PYBIND11_MODULE(_core, module) {
   register_gpu(module);
   register_peft_cache_manager(module);
   register_pool_view(module);
+  register_process_mark(module);
   register_lora_operator(module);
   register_gpu_lora(module);
   register_gpu_scatter(module);

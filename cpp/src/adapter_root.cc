@@ -235,6 +235,13 @@ int AdapterRoot::open(const std::string& path, int flags) const {
   return Walk(*this, path, below).open(flags);
 }
 
+bool AdapterRoot::was_replaced() const noexcept {
+  struct stat mine{};
+  struct stat named{};
+  return ::fstat(descriptor_, &mine) == 0 && ::stat(path_.c_str(), &named) == 0 &&
+         (mine.st_dev != named.st_dev || mine.st_ino != named.st_ino);
+}
+
 void AdapterRoot::check(const std::string& path) const {
   const FileDescriptor found(open(path, O_PATH));
 }

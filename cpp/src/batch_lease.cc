@@ -36,6 +36,7 @@ const BatchLease::LeasedTask* BatchLease::find(RequestId request) const {
 void BatchLease::check_open() const { static_cast<void>(hold_open()); }
 
 std::shared_lock<std::shared_mutex> BatchLease::hold_open() const {
+  process_.check("this batch lease");
   std::shared_lock lock(mutex_);
   if (!release_) {
     throw LeaseClosedError(
@@ -45,11 +46,17 @@ std::shared_lock<std::shared_mutex> BatchLease::hold_open() const {
 }
 
 bool BatchLease::is_open() const {
+  if (!process_.is_here()) {
+    return false;
+  }
   const std::shared_lock lock(mutex_);
   return static_cast<bool>(release_);
 }
 
 void BatchLease::close(void* stream) {
+  if (!process_.is_here()) {
+    return;
+  }
   Release release;
   {
     const std::scoped_lock lock(mutex_);

@@ -36,6 +36,17 @@ std::string cache_full_message(const std::string& tier, std::size_t needed_pages
          " evictable; wait for requests to finish or raise " + size_option(tier);
 }
 
+std::string pin_message(const std::string& tier, std::size_t adapter_pages,
+                        std::size_t pinned_pages, std::size_t largest_pages,
+                        std::size_t total_pages) {
+  return "the " + tier +
+         " cache cannot pin the adapter: beside pinned ones there must be room for the " +
+         "largest known adapter, of " + count(largest_pages, "page") + ", but this one has " +
+         std::to_string(adapter_pages) + ", pinned already are " + std::to_string(pinned_pages) +
+         ", and all are " + std::to_string(total_pages) + "; unpin another one or raise " +
+         size_option(tier);
+}
+
 std::string too_large_message(const std::string& tier, std::size_t needed_pages,
                               std::size_t total_pages, std::size_t page_bytes) {
   return "the adapter can never fit the " + tier + " cache: " + count(needed_pages, "page") +
@@ -57,13 +68,25 @@ std::string seconds(double count) {
 
 }  // namespace
 
-LoraCacheFullError::LoraCacheFullError(std::string full_tier, std::size_t needed, std::size_t free,
-                                       std::size_t evictable)
-    : Error(cache_full_message(full_tier, needed, free, evictable)),
+LoraCacheFullError::LoraCacheFullError(const std::string& message, std::string full_tier,
+                                       std::size_t needed, std::size_t free, std::size_t evictable)
+    : Error(message),
       tier(std::move(full_tier)),
       needed_pages(needed),
       free_pages(free),
       evictable_pages(evictable) {}
+
+LoraCacheFullError::LoraCacheFullError(std::string full_tier, std::size_t needed, std::size_t free,
+                                       std::size_t evictable)
+    : LoraCacheFullError(cache_full_message(full_tier, needed, free, evictable), full_tier, needed,
+                         free, evictable) {}
+
+LoraCacheFullError LoraCacheFullError::of_pin(std::string full_tier, std::size_t adapter,
+                                              std::size_t pinned, std::size_t largest,
+                                              std::size_t total) {
+  const std::string message = pin_message(full_tier, adapter, pinned, largest, total);
+  return {message, std::move(full_tier), adapter + largest, total - pinned, 0};
+}
 
 AdapterTooLargeError::AdapterTooLargeError(std::string small_tier, std::size_t needed,
                                            std::size_t total, std::size_t bytes_per_page)
@@ -93,7 +116,8 @@ AdapterFormatError::AdapterFormatError(std::string file, std::string tensor_name
 AdapterSourceChangedError::AdapterSourceChangedError(std::string file,
                                                      const std::string& difference)
     : Error(file + " changed since it was registered: " + difference +
-            "; give its name the new content with reload(), or unload() and load() it"),
+            "; give its name the new content with reload(), or unload() and load() it (a name of "
+            "lora_dir gets it with its next request)"),
       path(std::move(file)) {}
 
 AdapterNotFoundError::AdapterNotFoundError(std::string file)

@@ -60,6 +60,11 @@ void PagePool::start_prefault() noexcept {
 }
 
 PagePool::~PagePool() {
+  if (!process_.is_here()) {
+    internal::leak(arena_);                       // the device's calls are its process's
+    internal::leak(std::move(prefault_thread_));  // and so is the thread
+    return;
+  }
   stop_prefault_ = true;
   if (prefault_thread_.joinable()) {
     prefault_thread_.join();

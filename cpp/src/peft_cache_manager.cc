@@ -69,10 +69,15 @@ PeftCacheManager::PeftCacheManager(std::shared_ptr<const LoraModelConfig> config
           internal::JobPool::Options{options_.num_ensure_workers, kMaxAbandonedReaders, 0,
                                      options_.load_timeout})) {}
 
-PeftCacheManager::~PeftCacheManager() { close(); }
+PeftCacheManager::~PeftCacheManager() {
+  close();
+  if (!process_.is_here()) {
+    internal::leak(board_);  // somebody may wait there, so that its end would wait for them
+  }
+}
 
 TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   check_open();
   check_plan(*plan);
   while (records_.contains(TaskId{next_task_})) {
@@ -88,7 +93,7 @@ TaskId PeftCacheManager::register_task(std::shared_ptr<const AdapterPlan> plan) 
 
 void PeftCacheManager::unregister_task(TaskId task) {
   decltype(records_)::node_type record;  // outlives the lock, as its source may be anybody's
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   const auto found = records_.find(task);
   if (found == records_.end()) {
     return;
@@ -109,7 +114,7 @@ void PeftCacheManager::unregister_task(TaskId task) {
 
 void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
                                         const CarriedWeights* weights, bool started) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   check_open();
   if (owners_.failure_of(request) != nullptr) {
     owners_.check_add(request, task);
@@ -156,7 +161,7 @@ TaskOwners::Added PeftCacheManager::add_owner(RequestId request, TaskRecord& rec
 }
 
 void PeftCacheManager::mark_request_done(RequestId request, bool pause) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   const std::optional<TaskOwners::Released> released =
       pause ? owners_.pause(request) : owners_.done(request);
   if (!released) {
@@ -327,7 +332,7 @@ void PeftCacheManager::forget_if_gone(TaskId task) {
 }
 
 AdapterState PeftCacheManager::adapter_state(RequestId request) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   if (owners_.failure_of(request) != nullptr) {
     return AdapterState::failed;
   }
@@ -340,13 +345,13 @@ AdapterState PeftCacheManager::adapter_state(RequestId request) const {
 }
 
 std::exception_ptr PeftCacheManager::adapter_error(RequestId request) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   const TaskOwners::Failure* failure = owners_.failure_of(request);
   return failure == nullptr ? nullptr : failure->error;
 }
 
 void PeftCacheManager::pin(TaskId task) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   check_open();
   TaskRecord& record = require_record(task);
   check_fits_some_day(record);
@@ -355,7 +360,8 @@ void PeftCacheManager::pin(TaskId task) {
     const std::size_t left = host_.pool().num_pages() - user_pinned_pages_;
     const std::size_t kept = std::max(largest_pages_, pages);
     if (pages + kept > left) {
-      throw LoraCacheFullError(host_.tier(), pages + kept, left, 0);
+      throw LoraCacheFullError::of_pin(host_.tier(), pages, user_pinned_pages_, kept,
+                                       host_.pool().num_pages());
     }
     if (record.host_entry == nullptr) {
       bring_into_host(task, record.plan, false);
@@ -369,7 +375,7 @@ void PeftCacheManager::pin(TaskId task) {
 }
 
 void PeftCacheManager::unpin(TaskId task) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   TaskRecord& record = require_record(task);
   if (record.user_pins == 0) {
     throw InvalidArgumentError("task " + std::to_string(task.value) + " is not pinned");
@@ -381,7 +387,7 @@ void PeftCacheManager::unpin(TaskId task) {
 }
 
 std::exception_ptr PeftCacheManager::load_error(TaskId task) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return require_record(task).load_error;
 }
 

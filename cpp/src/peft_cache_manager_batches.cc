@@ -12,6 +12,7 @@ namespace pagedlora {
 
 std::shared_ptr<BatchLease> PeftCacheManager::ensure_batch(std::span<const RequestId> requests,
                                                            bool reset_device_cache, void* stream) {
+  process_.check("this PEFT cache manager");
   const std::scoped_lock one_at_a_time(batch_mutex_);
   internal::JobList over;             // outlives the lock
   std::shared_ptr<BatchLease> lease;  // as well: when something throws, its end takes the lock
@@ -233,7 +234,7 @@ void PeftCacheManager::release_lease(const std::vector<BatchLease::LeasedTask>& 
   // Before the lock: it may wait. Before anything is changed: it may throw.
   const std::shared_ptr<const PageUse> reads =
       tasks.empty() ? nullptr : device_.pool().device()->launched_work(stream);
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   for (const BatchLease::LeasedTask& leased : tasks) {
     if (reads != nullptr) {
       device_.add_reserved_page_use(leased.task, reads);
@@ -250,7 +251,7 @@ PeftCacheManager::Lock PeftCacheManager::lock_for_batch(void* stream) {
   if (options_.max_inflight_batches == 1) {
     return lock_without_lease(stream);
   }
-  Lock lock(mutex_);
+  Lock lock = enter();
   std::erase_if(open_leases_, [](const auto& lease) { return lease.expired(); });
   if (num_open_leases_ >= options_.max_inflight_batches) {
     throw InvalidArgumentError(std::to_string(num_open_leases_) +
@@ -267,7 +268,7 @@ PeftCacheManager::Lock PeftCacheManager::lock_for_batch(void* stream) {
 PeftCacheManager::Lock PeftCacheManager::lock_without_lease(void* stream) {
   for (;;) {
     std::shared_ptr<BatchLease> lease;  // outlives the lock: its end may take it
-    Lock lock(mutex_);
+    Lock lock = enter();
     while (lease == nullptr && !open_leases_.empty()) {
       lease = open_leases_.back().lock();
       open_leases_.pop_back();
@@ -292,7 +293,7 @@ PeftCacheManager::Lock PeftCacheManager::lock_without_lease(void* stream) {
 }
 
 std::vector<TaskId> PeftCacheManager::open_lease_tasks() const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   std::vector<TaskId> tasks;
   if (num_open_leases_ != 0) {
     for (const auto& [task, entry] : device_.entries()) {

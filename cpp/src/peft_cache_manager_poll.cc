@@ -160,7 +160,7 @@ bool PeftCacheManager::is_idle() const {
 
 std::vector<RequestId> PeftCacheManager::poll(Clock::Time timeout, const Agree& agree) {
   internal::JobList over;  // outlives the lock
-  Lock lock(mutex_);
+  Lock lock = enter();
   const Clock::Time deadline = clock_->now() + timeout;
   expire_loads();
   const auto has_news = [&] {
@@ -235,7 +235,7 @@ std::vector<RequestId> PeftCacheManager::take_newly_failed() {
 
 bool PeftCacheManager::wait_idle(Clock::Time timeout) {
   internal::JobList over;  // outlives the lock
-  Lock lock(mutex_);
+  Lock lock = enter();
   const Clock::Time deadline = clock_->now() + timeout;
   for (;;) {
     expire_loads();
@@ -248,11 +248,14 @@ bool PeftCacheManager::wait_idle(Clock::Time timeout) {
 }
 
 void PeftCacheManager::close() {
+  if (!process_.is_here()) {
+    return;
+  }
   const auto closed =
       std::make_exception_ptr(InvalidArgumentError("the PEFT cache manager is closed"));
   internal::JobList over;
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock = enter();
     closed_ = true;
     put_workers_->stop(closed);
     read_helpers_->stop(closed);

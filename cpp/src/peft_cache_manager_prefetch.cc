@@ -7,7 +7,7 @@
 namespace pagedlora {
 
 void PeftCacheManager::prefetch(std::span<const TaskId> window) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   check_open();
   replace_window(window);
   bool host_has_room = true;

@@ -13,29 +13,29 @@
 namespace pagedlora {
 
 void PeftCacheManager::reset_device_cache() {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   device_.demote_all();
 }
 
 bool PeftCacheManager::is_task_cached(TaskId task, Tier tier) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return cache_of(tier).is_resident(task);
 }
 
 bool PeftCacheManager::is_task_done(TaskId task) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   const auto found = records_.find(task);
   return found == records_.end() || !found->second.is_owned();
 }
 
 bool PeftCacheManager::is_task_done_device(TaskId task) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   const auto found = records_.find(task);
   return found == records_.end() || found->second.num_active() == 0;
 }
 
 std::unordered_map<TaskId, std::set<RequestId>> PeftCacheManager::active_tasks() const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   std::unordered_map<TaskId, std::set<RequestId>> tasks;
   owners_.visit([&](const OwnedTask& task) {
     if (task.num_active() != 0) {
@@ -46,7 +46,7 @@ std::unordered_map<TaskId, std::set<RequestId>> PeftCacheManager::active_tasks()
 }
 
 std::unordered_map<TaskId, std::set<RequestId>> PeftCacheManager::paused_tasks() const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   std::unordered_map<TaskId, std::set<RequestId>> tasks;
   owners_.visit([&](const OwnedTask& task) {
     if (task.num_paused() != 0) {
@@ -57,22 +57,27 @@ std::unordered_map<TaskId, std::set<RequestId>> PeftCacheManager::paused_tasks()
 }
 
 std::optional<TaskId> PeftCacheManager::task_of(RequestId request) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return owners_.task_of(request);
 }
 
 bool PeftCacheManager::has_started(RequestId request) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return owners_.has_started(request);
 }
 
+bool PeftCacheManager::was_revoked(RequestId request) const {
+  const Lock lock = enter();
+  return owners_.was_revoked(request);
+}
+
 std::size_t PeftCacheManager::num_pages_of(TaskId task) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return layout_of(require_record(task))->num_pages();
 }
 
 std::size_t PeftCacheManager::num_pages_of(const AdapterPlan& plan) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return layouts_.get(plan.row_shapes())->num_pages();
 }
 
@@ -87,7 +92,7 @@ void PeftCacheManager::read_task(
   std::shared_ptr<const AdapterPlan> plan;
   std::optional<internal::OwnTaskPages> pages;
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock = enter();
     LoraCache& cache = cache_of(tier);
     if (!cache.is_resident(task)) {
       throw PeftTaskNotCachedError(task, cache.tier());
@@ -113,7 +118,7 @@ void PeftCacheManager::read_task(
 }
 
 void PeftCacheManager::evict_unowned(Tier tier) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   std::vector<TaskId> victims;
   for (const auto& [task, entry] : cache_of(tier).entries()) {
     if (entry.pins == 0 && !records_.at(task).is_owned()) {
@@ -134,12 +139,12 @@ std::size_t PeftCacheManager::max_pages(Tier tier) const {
 }
 
 std::size_t PeftCacheManager::free_pages(Tier tier) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return cache_of(tier).pool().num_free();
 }
 
 std::size_t PeftCacheManager::resident_tasks(Tier tier) const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return cache_of(tier).entries().size();
 }
 
@@ -149,12 +154,12 @@ std::pair<std::uintptr_t, std::size_t> PeftCacheManager::pool_range(Tier tier) c
 }
 
 PeftCacheStats PeftCacheManager::stats() const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   return stats_;
 }
 
 IterationStats PeftCacheManager::get_and_reset_iteration_stats() {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   IterationStats stats = std::exchange(iteration_, {});
   stats.device_pages_total = device_.pool().num_pages();
   stats.device_pages_available = device_.pool().num_free();
@@ -182,7 +187,7 @@ void require(bool holds, TaskId task, const char* what) {
 }  // namespace
 
 void PeftCacheManager::check_invariants() const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock = enter();
   owners_.check_invariants();
   host_.check_invariants();
   device_.check_invariants();

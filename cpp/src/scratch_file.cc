@@ -115,6 +115,7 @@ std::shared_ptr<ScratchFile> ScratchFile::create(const std::string& directory) {
 ScratchFile::~ScratchFile() { ::close(fd_); }
 
 std::shared_ptr<const ScratchPiece> ScratchFile::append(std::span<const std::byte> bytes) {
+  process_.check("this scratch file");
   const std::scoped_lock lock(mutex_);
   // Made first: if the write fails, what it wrote of the piece is given back.
   auto piece = std::make_shared<const ScratchPiece>(shared_from_this(), end_, bytes.size());
@@ -137,7 +138,7 @@ std::uint64_t ScratchFile::used_bytes() const {
 
 // Without support for holes the space is lost until the file is.
 void ScratchFile::give_back(std::uint64_t offset, std::size_t bytes) const noexcept {
-  if (bytes != 0) {
+  if (bytes != 0 && process_.is_here()) {
     static_cast<void>(::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                                   static_cast<off_t>(offset),
                                   static_cast<off_t>(whole_blocks(bytes))));

@@ -1,5 +1,6 @@
 #include "pagedlora/task_owners.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -30,7 +31,7 @@ std::set<RequestId> OwnedTask::owners(bool is_paused) const {
 
 const TaskOwners::Life* TaskOwners::find(RequestId request) const {
   const auto found = lives_.find(request);
-  return found == lives_.end() ? nullptr : &found->second;
+  return found == lives_.end() || found->second.task == nullptr ? nullptr : &found->second;
 }
 
 TaskOwners::Life* TaskOwners::find(RequestId request) {
@@ -77,7 +78,7 @@ TaskOwners::Added TaskOwners::add(RequestId request, OwnedTask& task, bool start
   }
   const auto [found, is_newcomer] = find_or_begin(request);  // all that may run out of memory
   Life& life = *found;
-  if (is_newcomer) {
+  if (is_newcomer || life.task == nullptr) {
     life = {request, &task, nullptr, nullptr, started, false};
     enter(life, task);
     return Added::newly;
@@ -95,7 +96,7 @@ TaskOwners::Added TaskOwners::add(RequestId request, OwnedTask& task, bool start
   return Added::resumed;
 }
 
-// Whether the life is new, and then of nobody.
+// Whether the life is new. It is of nobody then, as it is after it was revoked.
 std::pair<TaskOwners::Life*, bool> TaskOwners::find_or_begin(RequestId request) {
   if (spares_.empty()) {
     const auto [found, is_new] = lives_.try_emplace(request);
@@ -123,9 +124,8 @@ void TaskOwners::enter(Life& life, OwnedTask& task) {
   task.num_started_ += life.started ? 1U : 0U;
 }
 
-void TaskOwners::end(Lives::iterator found) {
-  Life& life = found->second;
-  OwnedTask& task = *life.task;
+// Its task has one owner less, and the life has no task.
+void TaskOwners::leave(OwnedTask& task, Life& life) {
   if (life.is_paused) {
     --task.num_paused_;
   } else {
@@ -135,6 +135,13 @@ void TaskOwners::end(Lives::iterator found) {
   (life.previous == nullptr ? task.first_ : life.previous->next) = life.next;
   if (life.next != nullptr) {
     life.next->previous = life.previous;
+  }
+  life = {life.request};
+}
+
+void TaskOwners::end(Lives::iterator found) {
+  if (found->second.task != nullptr) {
+    leave(*found->second.task, found->second);
   }
   if (spares_.size() < kMaxSpares) {
     spares_.push_back(lives_.extract(found));
@@ -147,6 +154,11 @@ void TaskOwners::end_all(OwnedTask& task) {
   while (task.first_ != nullptr) {
     end(lives_.find(task.first_->request));
   }
+}
+
+bool TaskOwners::was_revoked(RequestId request) const {
+  const auto found = lives_.find(request);
+  return found != lives_.end() && found->second.task == nullptr;
 }
 
 bool TaskOwners::start(RequestId request) {
@@ -181,10 +193,13 @@ std::optional<TaskOwners::Released> TaskOwners::done(RequestId request) {
   if (found == lives_.end()) {
     return std::nullopt;
   }
-  OwnedTask& task = *found->second.task;
+  OwnedTask* const task = found->second.task;
   const bool was_active = !found->second.is_paused;
   end(found);
-  return Released{&task, was_active && task.num_active_ == 0, !task.is_owned()};
+  if (task == nullptr) {
+    return std::nullopt;
+  }
+  return Released{task, was_active && task->num_active_ == 0, !task->is_owned()};
 }
 
 void TaskOwners::fail(OwnedTask& task, const std::exception_ptr& error) {
@@ -202,12 +217,14 @@ void TaskOwners::revoke(OwnedTask& task) {
     throw std::logic_error("task " + std::to_string(task.id().value) +
                            " has no owners, or some that cannot be revoked");
   }
-  end_all(task);
+  while (task.first_ != nullptr) {
+    leave(task, *task.first_);
+  }
 }
 
 void TaskOwners::visit(const std::function<void(const OwnedTask&)>& visitor) const {
   for (const auto& [request, life] : lives_) {
-    if (life.task->first_ == &life) {
+    if (life.task != nullptr && life.task->first_ == &life) {
       visitor(*life.task);
     }
   }
@@ -244,7 +261,9 @@ void TaskOwners::check_invariants() const {
     check_task(task);
     num_requests += task.num_owners();
   });
-  if (num_requests != lives_.size()) {
+  const auto is_revoked = [](const auto& item) { return item.second.task == nullptr; };
+  if (num_requests + static_cast<std::size_t>(std::ranges::count_if(lives_, is_revoked)) !=
+      lives_.size()) {
     throw std::logic_error("a request is in two owner sets, or remembered without owning");
   }
 }

@@ -81,10 +81,7 @@ class FileSource final : public TensorSource {
       : path_(std::move(path)), root_(std::move(root)), identity_(identity) {}
 
   std::unique_ptr<SourceReader> open() const override {
-    OpenFile file =
-        internal::open_regular_file(path_, root_.get(), [this](const std::string& kind) {
-          throw AdapterSourceChangedError(path_, "it is now " + kind);
-        });
+    OpenFile file = open_again();
     if (file.identity != identity_) {
       throw AdapterSourceChangedError(path_, describe_difference(identity_, file.identity));
     }
@@ -95,6 +92,20 @@ class FileSource final : public TensorSource {
   const std::string& description() const override { return path_; }
 
  private:
+  OpenFile open_again() const {
+    try {
+      return internal::open_regular_file(path_, root_.get(), [this](const std::string& kind) {
+        throw AdapterSourceChangedError(path_, "it is now " + kind);
+      });
+    } catch (const AdapterNotFoundError&) {
+      if (root_ == nullptr || !root_->was_replaced()) {
+        throw;
+      }
+      // There may well be such a file, in the directory that has the name now.
+      throw AdapterSourceChangedError(path_, "the directory " + root_->path() + " was replaced");
+    }
+  }
+
   std::string path_;
   std::shared_ptr<const AdapterRoot> root_;
   FileIdentity identity_;

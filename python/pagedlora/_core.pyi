@@ -35,6 +35,7 @@ __all__: list[str] = [
     "PeftCacheManager",
     "PeftCacheStats",
     "PlannedRow",
+    "ProcessMark",
     "RowPages",
     "RowShape",
     "ScratchFile",
@@ -136,6 +137,11 @@ class AdapterRoot:
         """
     @property
     def path(self) -> str: ...
+    @property
+    def was_replaced(self) -> bool:
+        """
+        Whether its path names another directory by now.
+        """
 
 class TensorSource:
     """
@@ -561,10 +567,26 @@ class PeftCacheManager:
     def unpin(self, task_id: int) -> None: ...
     def unregister_task(self, task_id: int) -> None: ...
     def wait_idle(self, timeout_s: float) -> bool: ...
+    def was_revoked(self, request_id: int) -> bool: ...
     @property
     def layout_params(self) -> LayoutParams: ...
     @property
     def stats(self) -> PeftCacheStats: ...
+
+class ProcessMark:
+    """
+    The process in which an object was made; see process_mark.h.
+    """
+    def __init__(self) -> None: ...
+    def check(self, what: str) -> None:
+        """
+        Raises InvalidArgumentError, which begins with `what`, in such a child.
+        """
+    @property
+    def is_here(self) -> bool:
+        """
+        False in a child that was forked from that process.
+        """
 
 class LoraBatch:
     """

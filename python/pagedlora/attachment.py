@@ -78,6 +78,7 @@ class Attachment:
         _check_free(module, config, self._device)
         self._cache = cache
         self._adapters = adapters
+        self._process = _core.ProcessMark()
         self._lock = threading.Lock()
         self._block: _Block | None = None
         self._modules_of_task: dict[int, frozenset[str]] = {}
@@ -197,6 +198,7 @@ class Attachment:
         return known
 
     def _open_block(self, names: Sequence[str | None]) -> _Block:
+        self._process.check("this attachment")
         with self._lock:
             if self._hooks is None:
                 raise InvalidArgumentError("the module was detached: attach it again")

@@ -47,7 +47,8 @@ def doctor() -> None:
 @app.command()
 def probe(
     path: Annotated[
-        Path, typer.Argument(help="A PEFT directory or a .nemo file, or a directory of such.")
+        Path,
+        typer.Argument(help="A PEFT directory or a .nemo file, or a directory with such below it."),
     ],
     model: Annotated[
         str | None, typer.Option(help="Base model (directory or hub id) that they must fit.")
@@ -64,7 +65,8 @@ def probe(
 ) -> None:
     """Show what adapters hold and whether they would load, without loading their weights.
 
-    Exits with 0 if all would load, with 1 if some are refused.
+    Those below a directory have the names that `lora_dir` gives them; archives, which it does not
+    list, are shown too. Exits with 0 if all would load, else with 1, also if there are none.
     """
     from pagedlora.probe_command import (
         ProbeOptions,
@@ -76,6 +78,12 @@ def probe(
 
     console = Console()
     paths = find_adapters(path)
+    if not paths:
+        typer.echo(
+            f"error: no adapter is in '{path}' or below: no directory has an adapter_config.json",
+            err=True,
+        )
+        raise typer.Exit(1)
     try:
         verdicts = list(
             probe_all(
@@ -88,7 +96,7 @@ def probe(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     if paths != [path]:
-        raise typer.Exit(1 if print_many(verdicts, console) else 0)
+        raise typer.Exit(1 if print_many(path, verdicts, console) else 0)
     if verdicts[0].error is not None:
         typer.echo(f"error: {verdicts[0].error}", err=True)
         raise typer.Exit(1)

@@ -73,7 +73,8 @@ class LoraConfig(_Config):
             "all-linear", which may also stand among names: embeddings and the output embedding
             are taken when they are named.
         lora_dir: A directory of adapters, at any depth: each has its relative path as its name,
-            and is parsed when it is first asked for. Adapters that are put there later are found.
+            and is parsed when it is first asked for. Adapters that are put there later are found;
+            where files were replaced, new requests get those that are there now.
         adapter_root: A directory that all other adapters must lie in; their paths are relative to
             it, or absolute and inside. None: they may be anywhere.
         strict: Refuses adapters with fields that this release does not know, and with patterns

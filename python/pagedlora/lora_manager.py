@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,11 +27,13 @@ from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
 from pagedlora.registry.generations import MAX_RETIRED, GenerationTable
 from pagedlora.registry.host_pins import HostPins
+from pagedlora.registry.listed import ListedNames
 from pagedlora.registry.loads import Loader
 from pagedlora.registry.lora_dir import MAX_NAME_BYTES
 from pagedlora.registry.names import NameEntry, NameTable, Owners, check_name, in_use_error
 from pagedlora.registry.parts import RegistryParts
 from pagedlora.registry.probing import probe
+from pagedlora.registry.process_lock import ProcessLock
 from pagedlora.registry.reload import Reloader
 from pagedlora.registry.salt import base_identity, cache_salt, check_tenant_salt
 from pagedlora.registry.sources import Sources
@@ -67,7 +68,9 @@ class LoraManager:
 
     With a `lora_dir` the adapters below it have names from the start, their relative paths. Such a
     name is registered by the first call that needs it, which meets what is wrong with its files;
-    one that is unknown is looked for there again.
+    one that is unknown is looked for there again. If its files, or the whole directory, were
+    replaced, `acquire`, `task_id`, `load`, `pin` and `cache_salt` let the name stand for those that
+    are there now, or meet what is wrong with them; requests that have the adapter keep it.
     """
 
     def __init__(
@@ -123,8 +126,7 @@ class LoraManager:
         table = ModuleTable(model_config, fused_modules)
         self._base_identity = base_identity(table, base_model_id)
         self._cache = cache_manager
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._lock = ProcessLock("this LoraManager")
         self._generations = GenerationTable(cache_manager)
         self._pins = HostPins(cache_manager, self._lock)
         self._names = NameTable(cache_manager, self._generations, self._pins)
@@ -141,6 +143,7 @@ class LoraManager:
         )
         self._reloader = Reloader(parts)
         self._loader = Loader(parts, self._reloader)
+        self._listed = ListedNames(self._sources, parts, self._loader, self._reloader)
         self._describer = Describer(table, cache_manager, self._names)
 
     # ---- names ---------------------------------------------------------------------------------
@@ -282,14 +285,14 @@ class LoraManager:
             AdapterInUseError: Some of its requests have not ended, `owners`; the name works again.
         """
         deadline = Deadline(timeout_s)
-        with self._changed:
+        with self._lock:
             entry = self._names.require(name)
             entry.is_unloading = True
             try:
                 while users := self._names.users(entry, Owners(self._cache)):
                     if deadline.has_passed:
                         raise in_use_error(entry, users, timeout_s)
-                    self._changed.wait(deadline.left_s(_LOOK_EVERY_S))
+                    self._lock.wait(deadline.left_s(_LOOK_EVERY_S))
                 self._names.remove(entry)
             finally:
                 entry.is_unloading = False
@@ -325,9 +328,11 @@ class LoraManager:
             LoraCacheFullError: The name is pinned, and the new generation finds no room beside.
             PagedLoraError: As `register`, or what the load of a pinned adapter failed by.
         """
-        entry = self._require(name)
+        self._listed.register(name)
+        with self._lock:
+            entry = self._names.require(name)
         place = self._sources.place(source, _called(name))
-        self._reloader.reload(entry, place, expected_generation)
+        self._reloader.reload(entry, place, expected_generation, self._listed.files_of(name, place))
         return self.get(name)
 
     # ---- pins ----------------------------------------------------------------------------------
@@ -363,7 +368,7 @@ class LoraManager:
         """Remembers that a request uses the name, until `release`; idempotent.
 
         The name is not unloaded before the request ends: before it is released or, if it was
-        seen to own its task in the cache, does not own it any more. If it has a true
+        seen to own its task in the cache, was marked done there. If it has a true
         `keeps_adapter`, only `release` ends it, and `reload` does not move it.
 
         Args:
@@ -382,16 +387,16 @@ class LoraManager:
         self._require(name)
         with self._lock:
             entry = self._names.require(name)
-            return self._names.acquire(entry, request, self.task_id(name))
+            return self._names.acquire(entry, request, entry.generation.task_id)
 
     def release(self, request: Any) -> None:
         """Forgets what the request uses, at its end; nothing happens if it uses nothing.
 
         If it owns its task in the cache still, it is marked done.
         """
-        with self._changed:
+        with self._lock:
             self._names.release(request)
-            self._changed.notify_all()
+            self._lock.notify_all()
 
     # ---- queries -------------------------------------------------------------------------------
 
@@ -408,6 +413,7 @@ class LoraManager:
         Raises:
             PagedLoraError: As `register`, for an adapter that cannot be used.
         """
+        self._lock.check()
         place = self._sources.place(source, "the adapter that is probed")
         return probe(place, self._parts, self._cache)
 
@@ -423,7 +429,7 @@ class LoraManager:
             AdapterNotFoundError: No adapter of that name is registered.
             PagedLoraError: It is one of `lora_dir` that nobody used before, and cannot be used.
         """
-        self._register_listed(name)
+        self._listed.register(name)
         owners = Owners(self._cache)
         with self._lock:
             return self._describer.name(self._names.get(name), owners)
@@ -443,7 +449,7 @@ class LoraManager:
             AdapterNotFoundError: No adapter of that name is registered.
             PagedLoraError: As `get`.
         """
-        self._register_listed(name)
+        self._listed.register(name)
         with self._lock:
             return self._names.get(name).real_path
 
@@ -527,6 +533,7 @@ class LoraManager:
         pinned: bool,
         timeout_s: float | None,
     ) -> AdapterInfo:
+        self._lock.check()
         check_name(name)
         deadline = Deadline(timeout_s)
         if source is None:
@@ -540,18 +547,9 @@ class LoraManager:
         return self.get(name)
 
     def _require(self, name: str) -> NameEntry:
-        self._register_listed(name)
+        self._listed.follow(name)
         with self._lock:
             return self._names.require(name)
-
-    def _register_listed(self, name: str) -> None:
-        """Registers a name of `lora_dir` that nobody asked for before; the caller holds no lock."""
-        with self._lock:
-            if self._names.find(name) is not None:
-                return
-        place = self._sources.find_listed(name)
-        if place is not None:
-            self._loader.register_or_find(name, place)
 
 
 def _called(name: object) -> str:

@@ -34,7 +34,8 @@ class PeftCacheManager:
     """Keeps adapters in a host and a device tier of fixed size, and knows who uses them.
 
     Thread-safe. Workers read and copy without the GIL, and calls that wait release it. A call that
-    raises has changed neither owners nor residency.
+    raises has changed neither owners nor residency. In a child of `os.fork()` there are no workers:
+    what needs them or the lock raises InvalidArgumentError there, and `close()` does nothing.
     """
 
     def __init__(

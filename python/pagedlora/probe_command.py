@@ -20,6 +20,7 @@ from pagedlora.loaders.hf import WEIGHTS_NAME
 from pagedlora.loaders.nemo import NEMO_SUFFIX
 from pagedlora.loaders.peft_config import CONFIG_NAME
 from pagedlora.loaders.pickled import PICKLE_NAME
+from pagedlora.registry.lora_dir import directories_below
 from pagedlora.sizes import format_size
 
 if TYPE_CHECKING:
@@ -67,10 +68,22 @@ class Verdict:
 
 
 def find_adapters(path: Path) -> list[Path]:
-    """The path itself if it is an adapter, or else the adapters right in it, by name."""
+    """The path itself if it is one adapter, or else those below it, found as `lora_dir` finds them.
+
+    Other than there, archives are among them, linked ones right in it, and directories without all
+    of an adapter's files: to be told why they would not load.
+
+    Returns:
+        In the order of their names; none if there are none.
+    """
     if _is_adapter(path) or not path.is_dir():
         return [path]
-    return sorted(inner for inner in path.iterdir() if _is_adapter(inner)) or [path]
+    found = {inner for inner in path.iterdir() if _is_adapter(inner)}
+    for name, files in directories_below(str(path)):
+        if not {*_ADAPTER_FILES}.isdisjoint(files):
+            found.add(path / name)
+        found |= {path / name / file for file in files if file.endswith(NEMO_SUFFIX)}
+    return sorted(found)
 
 
 def probe_all(
@@ -121,8 +134,8 @@ def print_one(verdict: Verdict, console: Console) -> None:
     console.print(_modules_table(report))
 
 
-def print_many(verdicts: Iterable[Verdict], console: Console) -> int:
-    """A table of adapters, and why some are refused.
+def print_many(directory: Path, verdicts: Iterable[Verdict], console: Console) -> int:
+    """A table of adapters by their names below a directory, and why some are refused.
 
     Returns:
         How many are refused.
@@ -130,14 +143,18 @@ def print_many(verdicts: Iterable[Verdict], console: Console) -> int:
     table = Table("adapter", "would load", "rank", "scale", "modules", "type", "bytes", "pages")
     refused: list[Verdict] = []
     for verdict in verdicts:
-        table.add_row(Text(verdict.path.name), *_cells(verdict))
+        table.add_row(Text(_name(verdict, directory)), *_cells(verdict))
         if verdict.error is not None:
             refused.append(verdict)
     console.print(table)
     for verdict in refused:
-        reason = f"{verdict.path.name} is refused: {verdict.error}"
+        reason = f"{_name(verdict, directory)} is refused: {verdict.error}"
         console.print(reason, highlight=False, markup=False)
     return len(refused)
+
+
+def _name(verdict: Verdict, directory: Path) -> str:
+    return str(verdict.path.relative_to(directory))
 
 
 def _cells(verdict: Verdict) -> list[Text]:

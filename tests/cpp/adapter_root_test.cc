@@ -159,6 +159,26 @@ TEST_P(AdapterRootTest, IsTheDirectoryThatWasThereAtConstruction) {
   EXPECT_EQ(content_of(open_adapter_file("file", &root)), kInside);
 }
 
+TEST_P(AdapterRootTest, L6_ASourceSaysThatAnotherDirectoryHasTheNameNow) {
+  const auto root = std::make_shared<const AdapterRoot>(root_.string(), GetParam());
+  const std::string file = (root_ / "file").string();
+  const auto source = open_file_source(file, root);
+  EXPECT_FALSE(root->was_replaced());
+  fs::rename(root_, top() / "moved");
+  EXPECT_FALSE(root->was_replaced()) << "nothing has the name";
+  fs::create_directory(root_);
+  dir_.write("root/file", kSecret);
+  EXPECT_TRUE(root->was_replaced());
+  EXPECT_NO_THROW(source->open()) << "it is read where it went";
+  fs::remove(top() / "moved" / "file");
+  const auto error = thrown_by<AdapterSourceChangedError>([&] { source->open(); });
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->path, file);
+  EXPECT_NE(std::string(error->what()).find("was replaced"), std::string::npos);
+  fs::remove_all(root_);
+  EXPECT_THROW(source->open(), AdapterNotFoundError);
+}
+
 TEST_P(AdapterRootTest, MustBeADirectory) {
   EXPECT_THROW(AdapterRoot(dir_.file("none"), GetParam()), AdapterNotFoundError);
   EXPECT_THROW(AdapterRoot((root_ / "file").string(), GetParam()), AdapterNotFoundError);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "fake_source.h"
+#include "forked.h"
 #include "pagedlora/errors.h"
 #include "temp_dir.h"
 #include "thrown_by.h"
@@ -19,6 +20,7 @@ namespace pagedlora {
 namespace {
 
 using testing_support::FakeSource;
+using testing_support::holds_in_child;
 using testing_support::TempDir;
 using testing_support::thrown_by;
 
@@ -91,6 +93,21 @@ TEST_F(ScratchFileTest, ManyThreadsMayAppend) {
   for (int i = 0; i < 8; ++i) {
     EXPECT_EQ(read(*pieces[static_cast<std::size_t>(i)], 0, 777), bytes_of(777, i));
   }
+}
+
+TEST_F(ScratchFileTest, AChildProcessReadsAndChangesNothing) {
+  auto piece = file_->append(bytes_of(8'192, 1));
+  EXPECT_TRUE(holds_in_child([&] {
+    const bool is_right = read(*piece, 0, 8'192) == bytes_of(8'192, 1);
+    const bool is_refused =
+        thrown_by<InvalidArgumentError>([&] { file_->append(bytes_of(8'192, 2)); }).has_value();
+    piece.reset();
+    file_.reset();
+    return is_right && is_refused;
+  }));
+  EXPECT_EQ(read(*piece, 0, 8'192), bytes_of(8'192, 1));
+  const auto next = file_->append(bytes_of(10, 3));
+  EXPECT_EQ(read(*next, 0, 10), bytes_of(10, 3));
 }
 
 TEST_F(ScratchFileTest, ADirectoryThatIsNotThereIsNamed) {

@@ -248,7 +248,13 @@ TEST_F(TaskOwnersTest, O4_RevokedOwnersOwnNothingAndCanBeAddedAgain) {
   owners_.revoke(task_);
   EXPECT_FALSE(task_.is_owned());
   EXPECT_EQ(owners_.task_of(kA), std::nullopt);
+  EXPECT_FALSE(owners_.is_active(kA) || owners_.start(kA) || owners_.pause(kA));
+  EXPECT_TRUE(owners_.was_revoked(kA) && owners_.was_revoked(kB));
+  owners_.check_invariants();
+  EXPECT_FALSE(owners_.done(kB)) << "no task lost an owner by it";
+  EXPECT_FALSE(owners_.was_revoked(kB)) << "it has ended";
   EXPECT_EQ(owners_.add(kA, other_), Added::newly);
+  EXPECT_FALSE(owners_.was_revoked(kA));
   owners_.start(kA);
   EXPECT_THROW(owners_.revoke(other_), std::logic_error);
   EXPECT_THROW(owners_.revoke(task_), std::logic_error);

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import generations
 from tests.support.adapters import WEIGHTS_FILE
-from tests.support.cache_fixtures import Cache, Call, add_and_wait, wait_until
-from tests.support.generations import assert_bytes, is_kept, is_known, write
+from tests.support.cache_fixtures import (
+    Cache,
+    Call,
+    add_and_wait,
+    pages_of_random_adapter,
+    wait_until,
+)
+from tests.support.generations import RANK, assert_bytes, is_kept, is_known, write
 
 from pagedlora import (
     AdapterInUseError,
@@ -181,6 +188,59 @@ def test_a_request_that_keeps_its_adapter_is_waited_for_until_released(
         manager.unload("a", timeout_s=0)
     manager.release(request)
     manager.unload("a", timeout_s=0)
+
+
+class StartedRequest(LlmRequest):
+    """One that has computed something, elsewhere."""
+
+    has_started = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_o4_a_request_whose_place_was_taken_is_waited_for(
+    make_cache: Callable[..., Cache], tmp_path: Path, comes_back: bool
+) -> None:
+    """It waits for room and is added again, so its name keeps the task until it is marked done."""
+    cache = make_cache(host_pages=2 * pages_of_random_adapter(RANK))
+    manager, peft = cache.adapters, cache.peft
+    for seed, name in enumerate("abc"):
+        manager.register(name, write(cache, tmp_path / name, seed))
+    waiting, started = LlmRequest(0), [StartedRequest(number) for number in (1, 2)]
+    for name, request in zip("abc", (waiting, *started), strict=True):
+        manager.acquire(name, request)
+        add_and_wait(peft, request)
+        with pytest.raises(AdapterInUseError):
+            manager.unload(name, timeout_s=0)  # the request is seen to own it
+    assert peft.adapter_state(waiting) == "waiting"
+    with pytest.raises(AdapterInUseError) as caught:
+        manager.unload("a", timeout_s=0)
+    assert (caught.value.owners, manager.get("a").owners) == ({0}, frozenset())
+    if comes_back:
+        manager.release(started[0])
+        add_and_wait(peft, waiting)
+        assert_bytes(cache, manager.task_id("a"), 0)
+    peft.mark_request_done(waiting)
+    manager.unload("a", timeout_s=0)
+
+
+def test_o4_a_request_whose_place_was_taken_moves_with_its_name(
+    make_cache: Callable[..., Cache], tmp_path: Path
+) -> None:
+    cache = make_cache(host_pages=pages_of_random_adapter(RANK))
+    manager, peft = cache.adapters, cache.peft
+    for seed, name in enumerate("ab"):
+        manager.register(name, write(cache, tmp_path / name, seed))
+    waiting, started = LlmRequest(0), StartedRequest(1)
+    manager.acquire("a", waiting)
+    add_and_wait(peft, waiting)
+    manager.acquire("b", started)
+    add_and_wait(peft, started)
+    assert peft.adapter_state(waiting) == "waiting"
+    manager.reload("a", write(cache, tmp_path / "new", 7))
+    manager.release(started)
+    add_and_wait(peft, waiting)
+    assert waiting.lora_task_id == manager.task_id("a")
+    assert_bytes(cache, manager.task_id("a"), 7)
 
 
 def test_a_name_unloaded_while_it_is_loaded_is_gone(

@@ -64,6 +64,11 @@ def test_o2_a_pin_keeps_the_host_copy(make_bench: MakeBench) -> None:
     with pytest.raises(LoraCacheFullError) as full:
         bench.peft.pin(c)  # it and the largest adapter would not fit beside them
     assert (full.value.tier, full.value.needed_pages, full.value.free_pages) == ("host", 10, 5)
+    assert str(full.value) == (
+        "the host cache cannot pin the adapter: beside pinned ones there must be room for the "
+        "largest known adapter, of 5 pages, but this one has 5, pinned already are 10, and all are "
+        "15; unpin another one or raise host_cache_size"
+    )
     assert bench.peft.wait_idle()
     bench.peft.unpin(a)
     bench.peft.evict_unowned("host")

@@ -115,14 +115,20 @@ def test_what_files_say_is_no_markup(tmp_path: Path) -> None:
         assert text in result.output
 
 
-@pytest.mark.parametrize("make", [True, False])
-def test_nothing_there_is_an_error(tmp_path: Path, make: bool) -> None:
-    path = tmp_path / "none"
-    if make:
-        path.mkdir()
-    result = probe(path)
+def test_nothing_there_is_an_error(tmp_path: Path, model: Path) -> None:
+    result = probe(tmp_path / "none")
     assert result.exit_code == 1
     assert result.output.startswith("error: there is no adapter_config.json")
+    for name in ("empty", "no adapter/at all"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "no adapter" / "README.md").touch()
+    for arguments in ((), ("--model", model)):
+        result = probe(tmp_path, *arguments)
+        assert result.exit_code == 1
+        assert result.output == (
+            f"error: no adapter is in '{tmp_path}' or below: no directory has an "
+            "adapter_config.json\n"
+        )
 
 
 def test_options_decide_what_loads(tmp_path: Path, model: Path) -> None:
@@ -178,6 +184,25 @@ def test_a_directory_of_adapters_is_a_table(tmp_path: Path, model: Path) -> None
     with_model = probe(tmp_path, "--model", model)
     assert with_model.exit_code == 0, with_model.output
     assert [int(row_of(with_model, name)[7]) > 0 for name in "ab"] == [True, True]
+
+
+def test_adapters_below_are_found_as_lora_dir_finds_them_under_its_names(tmp_path: Path) -> None:
+    for name in ("sql", "org/sql", "org/sql/checkpoint-5", "org/deep/er"):
+        write_random_adapter(tmp_path / name, CONFIG, rank=2, seed=1)
+    write_random_adapter(tmp_path / "org" / "refused", CONFIG, rank=2, seed=1, bias="all")
+    (tmp_path / "loop").symlink_to(".")
+    (tmp_path / "alias").symlink_to("org/sql")
+    heads = Heads(heads=4, groups=2, size=8)
+    write_nemo(tmp_path / "org" / "a.nemo", heads, draw_pairs(heads, [0, 1], 2, seed=1))
+    result = probe(tmp_path, "--allow-pickle")
+    assert result.exit_code == 1
+    rows = [line.strip("│ ").split("│") for line in result.output.splitlines() if "│" in line]
+    names = [row[0].strip() for row in rows]
+    cache = PeftCacheManager(CONFIG, PeftCacheConfig(device_cache_size=2**26))
+    listed = LoraManager(CONFIG, cache, lora_dir=tmp_path).names
+    cache.close()
+    assert names == sorted([*listed, "alias", "org/a.nemo"])
+    assert "org/refused is refused" in result.output
 
 
 def test_the_exit_code_tells_that_some_are_refused_and_the_reasons_follow(

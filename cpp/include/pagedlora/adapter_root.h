@@ -6,7 +6,7 @@
 //
 // Symbolic links may lie in the directory as long as they lead to something in it. Hard links and
 // mounts in it count as being in it. The directory itself is the one that was there at
-// construction, even if it is renamed or its name is given to another one.
+// construction, even if it is renamed or its name is given to another one; was_replaced() tells.
 //
 // AdapterRoot: immutable, thread-safe; holds one descriptor.
 #pragma once
@@ -39,6 +39,9 @@ class AdapterRoot {
   // given or without links. Throws AdapterPathError for one that leaves the directory or contains
   // a zero byte, AdapterNotFoundError, AdapterReadError.
   int open(const std::string& path, int flags) const;
+
+  // Whether its path names another directory by now. False if it names none.
+  bool was_replaced() const noexcept;
 
   // Throws what opening `path`, a file or a directory, would.
   void check(const std::string& path) const;

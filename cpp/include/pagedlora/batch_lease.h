@@ -4,6 +4,8 @@
 // batch in flight the next ensure_batch closes it. Views taken from it are invalid afterwards. A
 // close that throws leaves it open.
 //
+// In a child of fork() it is closed: close() does nothing, readers get InvalidArgumentError.
+//
 // Thread-safe: close() waits for readers that hold hold_open(). While one thread closes it, it is
 // closed to all others.
 #pragma once
@@ -21,6 +23,7 @@
 #include "pagedlora/ids.h"
 #include "pagedlora/layout.h"
 #include "pagedlora/lora_module.h"
+#include "pagedlora/process_mark.h"
 
 namespace pagedlora {
 
@@ -84,6 +87,7 @@ class BatchLease {
  private:
   const LeasedRequest* position_of(RequestId request) const;
 
+  ProcessMark process_;
   std::shared_ptr<const LoraModelConfig> config_;
   std::vector<LeasedTask> tasks_;
   std::vector<LeasedRequest> requests_;

@@ -32,10 +32,20 @@ class LoraCacheFullError : public Error {
   LoraCacheFullError(std::string tier, std::size_t needed_pages, std::size_t free_pages,
                      std::size_t evictable_pages);
 
+  // Of a pin: beside `pinned_pages` and the adapter's own too few would be left of `total_pages` for
+  // one of `largest_pages`. Free is what is not pinned.
+  static LoraCacheFullError of_pin(std::string tier, std::size_t adapter_pages,
+                                   std::size_t pinned_pages, std::size_t largest_pages,
+                                   std::size_t total_pages);
+
   std::string tier;
   std::size_t needed_pages;
   std::size_t free_pages;
   std::size_t evictable_pages;
+
+ private:
+  LoraCacheFullError(const std::string& message, std::string tier, std::size_t needed_pages,
+                     std::size_t free_pages, std::size_t evictable_pages);
 };
 
 // The adapter can never fit the tier, whatever is evicted.

@@ -21,6 +21,7 @@
 
 #include "pagedlora/device.h"
 #include "pagedlora/ids.h"
+#include "pagedlora/process_mark.h"
 
 namespace pagedlora {
 
@@ -55,6 +56,7 @@ class PagePool {
   void start_prefault() noexcept;
   void prefault_blocks();
 
+  ProcessMark process_;
   std::shared_ptr<Device> device_;
   std::size_t num_pages_;
   std::size_t page_bytes_;

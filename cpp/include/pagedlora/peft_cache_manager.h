@@ -32,7 +32,8 @@
 // ones has begun; and room that was made stays free if std::bad_alloc comes after that.
 //
 // Thread-safe: one lock, never held while anybody reads, copies or waits; one batch is ensured at a
-// time. ensure_batch, poll, wait_idle and close wait, each no longer than it says.
+// time. ensure_batch, poll, wait_idle and close wait, each no longer than it says. In a child of
+// fork() close() does nothing and what takes the lock throws InvalidArgumentError (process_mark.h).
 #pragma once
 
 #include <condition_variable>
@@ -58,6 +59,7 @@
 #include "pagedlora/layout_cache.h"
 #include "pagedlora/lora_cache.h"
 #include "pagedlora/lora_module.h"
+#include "pagedlora/process_mark.h"
 #include "pagedlora/stats.h"
 #include "pagedlora/task_owners.h"
 #include "pagedlora/task_shortcuts.h"
@@ -170,8 +172,7 @@ class PeftCacheManager {
   std::shared_ptr<BatchLease> ensure_batch(std::span<const RequestId> requests,
                                            bool reset_device_cache = false, void* stream = nullptr);
 
-  // Tasks of the open leases, each once.
-  std::vector<TaskId> open_lease_tasks() const;
+  std::vector<TaskId> open_lease_tasks() const;  // each once
 
   // Every device copy outside an open lease counts as unowned until its task is used again.
   void reset_device_cache();
@@ -195,6 +196,7 @@ class PeftCacheManager {
   std::unordered_map<TaskId, std::set<RequestId>> paused_tasks() const;
   std::optional<TaskId> task_of(RequestId request) const;
   bool has_started(RequestId request) const;  // an owner that was in a batch or paused
+  bool was_revoked(RequestId request) const;  // and neither added nor done since
 
   // Pages of the task in either tier. Throws PeftTaskNotCachedError for an unknown one.
   std::size_t num_pages_of(TaskId task);
@@ -212,8 +214,7 @@ class PeftCacheManager {
   std::size_t max_pages(Tier tier) const;
   std::size_t free_pages(Tier tier) const;
   std::size_t resident_tasks(Tier tier) const;
-  // Address of the tier's first page and bytes of all of them.
-  std::pair<std::uintptr_t, std::size_t> pool_range(Tier tier) const;
+  std::pair<std::uintptr_t, std::size_t> pool_range(Tier tier) const;  // address, bytes
   std::size_t page_bytes() const { return params_.page_bytes; }
   const LayoutParams& layout_params() const { return params_; }
   const LoraModelConfig& config() const { return *config_; }
@@ -225,8 +226,7 @@ class PeftCacheManager {
   // Idempotent.
   void close();
 
-  // Throws std::logic_error saying which invariant is broken.
-  void check_invariants() const;
+  void check_invariants() const;  // throws std::logic_error saying which one is broken
 
   static constexpr std::uint64_t kFirstRegisteredTask = std::uint64_t{1} << 32;
 
@@ -271,6 +271,10 @@ class PeftCacheManager {
   using Wanted = std::function<bool(const internal::FillJob&, Tier)>;
 
   // Records and owners (peft_cache_manager.cc)
+  Lock enter() const {  // throws in a child of the process that made this
+    process_.check("this PEFT cache manager");
+    return Lock(mutex_);
+  }
   TaskRecord* find_record(TaskId task);  // nullptr: unknown
   TaskRecord& require_record(TaskId task);
   const TaskRecord& require_record(TaskId task) const;
@@ -360,6 +364,7 @@ class PeftCacheManager {
   void check_device_pins() const;
   void check_records() const;
 
+  const ProcessMark process_;
   const std::shared_ptr<const LoraModelConfig> config_;
   const LayoutParams params_;
   const PeftCacheOptions options_;

@@ -4,6 +4,8 @@
 // The file has no name: it is gone when the last piece of it is, however the process ends. Pieces
 // are written once, behind each other; the space of a piece that nobody needs any more goes back to
 // the file system. ScratchFile: thread-safe. ScratchPiece: immutable, thread-safe.
+//
+// A child of fork() shares the file with its parent: it may read, and changes nothing.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +16,7 @@
 #include <string>
 #include <utility>
 
+#include "pagedlora/process_mark.h"
 #include "pagedlora/tensor_source.h"
 
 namespace pagedlora {
@@ -50,7 +53,7 @@ class ScratchFile : public std::enable_shared_from_this<ScratchFile> {
   ~ScratchFile();
 
   // Writes the bytes behind all others. May block. Throws AdapterReadError if the system will not
-  // take them (a full disk); nothing is kept of them then.
+  // take them (a full disk); nothing is kept of them then. Throws InvalidArgumentError in a child.
   std::shared_ptr<const ScratchPiece> append(std::span<const std::byte> bytes);
 
   // Bytes that it takes in its file system now.
@@ -63,6 +66,7 @@ class ScratchFile : public std::enable_shared_from_this<ScratchFile> {
 
   void give_back(std::uint64_t offset, std::size_t bytes) const noexcept;
 
+  ProcessMark process_;
   int fd_;
   std::string description_;
   std::mutex mutex_;

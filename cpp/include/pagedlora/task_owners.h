@@ -3,17 +3,18 @@
 // Per task two sets of request ids, active A and paused P; a request is in at most one, and of
 // one task. The task of a request is remembered from add to done, whatever its caller says later.
 // When a load fails, the task's owners become failed (F): they own nothing any more, and keep their
-// error until they are done.
+// error until they are done. Owners that are revoked (R) own nothing either: they wait, and may be
+// added for any task.
 //
-//   call            r in none    r in A          r in P          r in F
-//   add(r)          A + r        nothing         A + r, P - r    nothing   (another task: conflict)
-//   pause(r)        nothing      A - r, P + r    nothing         nothing
-//   done(r)         nothing      A - r           P - r           F - r
-//   fail(task)      -            F + r, A - r    F + r, P - r    nothing
-//   revoke(task)    -            A - r           refused         -
+//   call            r in none    r in A          r in P          r in F       r in R
+//   add(r)          A + r        nothing         A + r, P - r    nothing      A + r, R - r
+//   pause(r)        nothing      A - r, P + r    nothing         nothing      nothing
+//   done(r)         nothing      A - r           P - r           F - r        R - r
+//   fail(task)      -            F + r, A - r    F + r, P - r    nothing      -
+//   revoke(task)    -            R + r, A - r    refused         -            -
 //
-// A request has started when its first chunk was in a batch. Owners of a task of which none has
-// started, and none is paused, can be revoked: they wait again.
+// Adding an owner for another task is a conflict. A request has started when its first chunk was in
+// a batch. Owners of a task of which none has started, and none is paused, can be revoked.
 //
 // Each task's sets are a list through its requests that starts in an OwnedTask, which belongs to the
 // caller: adding and taking away look up the request, and nothing else.
@@ -57,9 +58,9 @@ class OwnedTask {
 
  private:
   friend class TaskOwners;
-  struct Life {  // of a request that owns the task
+  struct Life {  // of a request that owns the task, or did until it was revoked
     RequestId request;
-    OwnedTask* task = nullptr;
+    OwnedTask* task = nullptr;  // nullptr: revoked
     Life* previous = nullptr;
     Life* next = nullptr;
     bool started = false;
@@ -97,6 +98,7 @@ class TaskOwners {
   const Failure* failure_of(RequestId request) const;      // nullptr: not failed
   bool is_active(RequestId request) const;
   bool has_started(RequestId request) const;  // an owner
+  bool was_revoked(RequestId request) const;  // and neither added nor done since
 
   // Throws RequestConflictError if the request lives with another task.
   void check_add(RequestId request, TaskId task) const;
@@ -122,10 +124,11 @@ class TaskOwners {
   using Lives = std::unordered_map<RequestId, Life>;
   static constexpr std::size_t kMaxSpares = 64;
 
-  const Life* find(RequestId request) const;
+  const Life* find(RequestId request) const;  // of an owner
   Life* find(RequestId request);
   void enter(Life& life, OwnedTask& task);
   std::pair<Life*, bool> find_or_begin(RequestId request);
+  static void leave(OwnedTask& task, Life& life);
   void end(Lives::iterator life);
   void end_all(OwnedTask& task);
   void check_task(const OwnedTask& task) const;

@@ -33,6 +33,10 @@ JobPool::JobPool(std::shared_ptr<JobBoard> board, std::shared_ptr<const Clock> c
 }
 
 JobPool::~JobPool() {
+  if (!process_.is_here()) {
+    leak(std::move(state_));  // the threads are not here that would leave it
+    return;
+  }
   {
     const std::scoped_lock lock(state_->board->mutex);
     stop(std::make_exception_ptr(InvalidArgumentError("the PEFT cache manager is closed")));

@@ -29,6 +29,7 @@
 
 #include "pagedlora/clock.h"
 #include "pagedlora/page_use.h"
+#include "pagedlora/process_mark.h"
 
 namespace pagedlora::internal {
 
@@ -147,6 +148,7 @@ class JobPool {
   void fail_queue(const std::exception_ptr& error);
   void fail_queue_if_all_are_stuck();
 
+  const ProcessMark process_;
   std::shared_ptr<State> state_;
 };
 

@@ -1,7 +1,7 @@
 // Leases that are used again, so that a batch whose adapters are resident allocates nothing.
 //
 // A lease that nobody holds any more is closed and comes back here, and so does the block that
-// counts its holders.
+// counts its holders. In a child of fork() both are leaked instead: the lock may be held there.
 //
 // Thread-safe.
 #pragma once
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "pagedlora/batch_lease.h"
+#include "pagedlora/process_mark.h"
 
 namespace pagedlora::internal {
 
@@ -76,6 +77,9 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
     return lease;
   }
   void take_back(BatchLease* unheld) noexcept {
+    if (!process_.is_here()) {
+      return;
+    }
     std::unique_ptr<BatchLease> lease(unheld);
     lease->close();
     const std::scoped_lock lock(mutex_);
@@ -93,10 +97,14 @@ class LeasePool : public std::enable_shared_from_this<LeasePool> {
     return block;
   }
   void give_block(void* block) noexcept {
+    if (!process_.is_here()) {
+      return;
+    }
     const std::scoped_lock lock(mutex_);
     blocks_.push_back(block);
   }
 
+  const ProcessMark process_;
   std::shared_ptr<const LoraModelConfig> config_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<BatchLease>> leases_;  // that nobody holds

@@ -6,6 +6,7 @@ comparison in float32 survives. torch keeps that per process: so does this, and 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,15 @@ import torch
 _lock = threading.Lock()
 _depth = 0  # blocks that are open; guarded by _lock
 _before: Any = None  # the user's setting while one is
+
+
+def _after_fork() -> None:
+    """Nobody holds the lock in a child process: the others' threads are not there."""
+    global _lock  # noqa: PLW0603 - the process's
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ when the last model that holds the object is released.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,15 @@ class _HeldConfig:
 _lock = threading.Lock()
 _held_configs: dict[int, _HeldConfig] = {}  # by id(config); guarded by _lock
 _turns: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()  # guarded by _lock
+
+
+def _after_fork() -> None:
+    """Nobody holds the lock or has a turn in a child process: the others' threads are not there."""
+    global _lock, _turns
+    _lock, _turns = threading.Lock(), WeakKeyDictionary()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _iter_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:

@@ -6,12 +6,14 @@ import itertools
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from pagedlora import _core
 from pagedlora.config import (
     KvCacheConfig,
     LoraConfig,
@@ -41,6 +43,9 @@ class LLM:
     streams are unfinished, and a stream begun beside it starts after it. `close()` waits for
     `generate()` and aborts streams. Ctrl-C ends `generate()` and leaves the object usable. After
     `close()` all else raises.
+
+    Processes: in a child of `os.fork()` all calls raise but `close()`, which gives the child's copy
+    of a live module back. Make the object after the fork, or start workers with "spawn".
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class LLM:
         lora_config = lora_config or LoraConfig()
         peft_cache_config = peft_cache_config or PeftCacheConfig()
         max_rank = resolve_max_lora_rank(lora_config, peft_cache_config)
+        self._process = _core.ProcessMark()
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._generating: int | None = None  # the thread inside generate()
@@ -238,7 +244,8 @@ class LLM:
             # Waiting for it would never end.
             raise InvalidArgumentError("close() was called from inside generate(): call it after")
         self._loop.close()
-        with self._lock:
+        # In a child process nobody else is inside, and nobody gives the lock back.
+        with self._lock if self._process.is_here else nullcontext():
             if self._parts is not None:
                 self._parts.close()
                 self._parts = None
@@ -304,6 +311,7 @@ class LLM:
         return [outputs[request_id] for request_id in order]
 
     def _open_parts(self) -> EngineParts:
+        self._process.check("this LLM")
         parts = self._parts
         if parts is None:
             raise InvalidArgumentError("this LLM is closed: make a new one")

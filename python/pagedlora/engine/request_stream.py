@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
+from pagedlora import _core
 from pagedlora.requests import RequestOutput
 
 
@@ -16,7 +17,8 @@ class RequestStream:
     Iterate over it (`for`, `async for`): each item is a `RequestOutput` with what is new since the
     last one, one per token; the last one has `finished` and the finish reason, or the error. Or ask
     for `result()` (`await aresult()`), the whole answer. Every item is delivered once. An iterator
-    that is given up early does not end the request: `abort()` does. Thread-safe.
+    that is given up early does not end the request: `abort()` does. Thread-safe. In a child of the
+    process that made it all of it raises InvalidArgumentError.
     """
 
     def __init__(self, request_id: int, abort: Callable[[int], None]) -> None:
@@ -28,6 +30,7 @@ class RequestStream:
         """
         self.request_id = request_id
         self._abort = abort
+        self._process = _core.ProcessMark()
         self._changed = threading.Condition()
         self._items: deque[RequestOutput] = deque()
         self._whole: RequestOutput | None = None
@@ -48,6 +51,7 @@ class RequestStream:
             TimeoutError: It has not ended by then; it goes on.
             Exception: The engine failed.
         """
+        self._check_process()
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_ended, timeout_s):
                 raise TimeoutError(f"request {self.request_id} has not ended after {timeout_s} s")
@@ -61,6 +65,7 @@ class RequestStream:
     def __iter__(self) -> Iterator[RequestOutput]:
         """The items that were not delivered yet, as they come."""
         while True:
+            self._check_process()
             with self._changed:
                 self._changed.wait_for(lambda: self._items or self._has_ended)
                 item = self._items.popleft() if self._items else None
@@ -72,6 +77,7 @@ class RequestStream:
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         """The same for a coroutine."""
         while True:
+            self._check_process()
             with self._changed:
                 item = self._items.popleft() if self._items else None
                 ended = self._has_ended
@@ -115,7 +121,11 @@ class RequestStream:
         for wake in wakers:
             wake()
 
+    def _check_process(self) -> None:
+        self._process.check("this stream")
+
     async def _wait(self, is_ready: Callable[[], bool]) -> None:
+        self._check_process()
         loop = asyncio.get_running_loop()
         news = asyncio.Event()
 

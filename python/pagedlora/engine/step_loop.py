@@ -8,6 +8,7 @@ import threading
 import weakref
 from dataclasses import dataclass, field
 
+from pagedlora import _core
 from pagedlora.engine.parts import EngineParts
 from pagedlora.engine.request_processor import Sent
 from pagedlora.engine.request_stream import RequestStream
@@ -35,7 +36,7 @@ class StepLoop:
     The thread holds the engine's lock from the first request to the end of the last one, so
     requests that come meanwhile share its batches. It ends when nothing is left to do, and before
     the interpreter ends: a thread that the interpreter kills inside a forward brings the process
-    down. Thread-safe.
+    down. Thread-safe. A child of the process that made it cannot use it, only close it.
     """
 
     def __init__(self, parts: EngineParts, engine_lock: threading.Lock) -> None:
@@ -45,6 +46,7 @@ class StepLoop:
             parts: Used only with the lock.
             engine_lock: Whoever holds it steps the engine.
         """
+        self._process = _core.ProcessMark()
         self._parts: EngineParts | None = parts  # until it is closed
         self._engine_lock = engine_lock
         self._lock = threading.Lock()  # guards what follows
@@ -93,6 +95,7 @@ class StepLoop:
 
     def abort(self, request_id: int) -> None:
         """Ends a request, wherever it is; unknown ones are ignored."""
+        self._process.check("this LLM")
         with self._lock:
             for submission in self._inbox:
                 if submission.stream.request_id == request_id:
@@ -113,6 +116,10 @@ class StepLoop:
 
         Not from that thread.
         """
+        if not self._process.is_here:  # neither is the thread, and the lock may be held for ever
+            atexit.unregister(self._at_exit)
+            self._parts = None
+            return
         with self._lock:
             self._closed = True
             thread = self._thread

@@ -29,6 +29,13 @@ class FileIdentity(NamedTuple):
     mtime_ns: int
     ctime_ns: int
 
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        """What the system says of a file."""
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
 
 class SourceFile(NamedTuple):
     """A file and what it was when it was registered. Immutable."""
@@ -51,7 +58,7 @@ class SourceFile(NamedTuple):
             AdapterReadError: The system does not say.
         """
         with _closing(_core.open_file(path, root)) as descriptor, _system_errors(path):
-            return cls(path, _identity(os.fstat(descriptor)), root)
+            return cls(path, FileIdentity.of(os.fstat(descriptor)), root)
 
     def is_unchanged(self) -> bool:
         """Whether the file is still there as it was; reads nothing."""
@@ -78,6 +85,10 @@ class SourceFile(NamedTuple):
             opened = _core.open_file(self.path, self.root)
         except AdapterFormatError:
             raise self._changed("it is no regular file any more") from None
+        except AdapterNotFoundError:
+            if self.root is None or not self.root.was_replaced:
+                raise
+            raise self._changed(f"the directory '{self.root.path}' was replaced") from None
         with _closing(opened) as descriptor, _system_errors(self.path):
             self._check(os.fstat(descriptor))
             yield lambda offset, size: self._chunks(descriptor, offset, size)
@@ -94,7 +105,7 @@ class SourceFile(NamedTuple):
             offset += count
 
     def _check(self, status: os.stat_result) -> None:
-        now = _identity(status)
+        now = FileIdentity.of(status)
         if now != self.identity:
             field = next(f for f in now._fields if getattr(now, f) != getattr(self.identity, f))
             before, after = getattr(self.identity, field), getattr(now, field)
@@ -102,15 +113,11 @@ class SourceFile(NamedTuple):
 
     def _changed(self, difference: str) -> AdapterSourceChangedError:
         return AdapterSourceChangedError(
-            f"'{self.path}' changed after it was registered: {difference}; reload the adapter",
+            f"'{self.path}' changed after it was registered: {difference}; give its name the new "
+            "content with reload(), or unload() and load() it (a name of lora_dir gets it with its "
+            "next request)",
             path=self.path,
         )
-
-
-def _identity(status: os.stat_result) -> FileIdentity:
-    return FileIdentity(
-        status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    )
 
 
 @contextmanager

@@ -182,13 +182,15 @@ class GenerationTable:
         """Whether the request still needs what it uses.
 
         A request that keeps its adapter does until it is released. Any other one does while it
-        owns the task in the cache, and before: it is about to be added.
+        owns the task in the cache, and before: it is about to be added, for the first time or
+        again, after the cache took its task for a request that has started (O4).
         """
         if getattr(use.request, "keeps_adapter", False):
             return True
-        is_owner = self.is_owner(use.request.request_id)
+        request_id = use.request.request_id
+        is_owner = self.is_owner(request_id)
         use.was_owner |= is_owner
-        return is_owner or not use.was_owner
+        return is_owner or not use.was_owner or self._core.was_revoked(request_id)
 
     def is_owner(self, request_id: int) -> bool:
         """Whether the request owns a task in the cache; one whose load failed owns none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from pagedlora.errors import InvalidArgumentError
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight, is_impatience
 from pagedlora.registry.generations import Generation
+from pagedlora.registry.process_lock import ProcessLock
 
 if TYPE_CHECKING:
     from pagedlora.peft_cache import PeftCacheManager
@@ -25,7 +25,7 @@ class HostPins:
     counts as pinned: until it is, one call at a time brings a generation in.
     """
 
-    def __init__(self, cache: PeftCacheManager, lock: threading.RLock) -> None:
+    def __init__(self, cache: PeftCacheManager, lock: ProcessLock) -> None:
         """Starts without holds.
 
         Args:

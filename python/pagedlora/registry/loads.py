@@ -10,6 +10,7 @@ from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight
 from pagedlora.registry.generations import Generation
+from pagedlora.registry.lora_dir import AdapterFiles
 from pagedlora.registry.names import NameEntry
 from pagedlora.registry.parts import RegistryParts
 from pagedlora.registry.reload import Reloader
@@ -34,14 +35,16 @@ class Loader:
             self._names.check_new(name)
             return self._names.add(name, self._generations.add(content, plan, sources))
 
-    def register_or_find(self, name: str, source: AdapterSource) -> tuple[NameEntry, bool]:
+    def register_or_find(
+        self, name: str, source: AdapterSource, files: AdapterFiles | None = None
+    ) -> tuple[NameEntry, bool]:
         """The name's entry, and whether this call made it: another one may have meanwhile."""
         content, plan, sources = self._parse(source)
         with self._lock:
             entry = self._names.find(name)
             if entry is None:
                 generation = self._generations.add(content, plan, sources)
-                return self._names.add(name, generation), True
+                return self._names.add(name, generation, files), True
             if entry.real_path != content.real_path:
                 raise _other_source(name, entry.real_path, content.real_path)
             return entry, False

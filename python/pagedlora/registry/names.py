@@ -16,7 +16,7 @@ from pagedlora.errors import (
 )
 from pagedlora.registry.generations import Generation, GenerationTable, Use
 from pagedlora.registry.host_pins import HostPins
-from pagedlora.registry.lora_dir import MAX_NAME_BYTES
+from pagedlora.registry.lora_dir import MAX_NAME_BYTES, AdapterFiles
 
 if TYPE_CHECKING:
     from typing import Any
@@ -45,6 +45,7 @@ class NameEntry:
         real_path: The same without links.
         generation: What it stands for.
         pins: How often it was pinned; each holds the generation.
+        files: Of a name of `lora_dir` what it was parsed from; None: a call said where it is.
         is_unloading: Whether a call is about to give it up: nobody may acquire it.
         uses: Request id to the use, of requests that asked for this name.
     """
@@ -54,6 +55,7 @@ class NameEntry:
     real_path: str
     generation: Generation
     pins: int = 0
+    files: AdapterFiles | None = None
     is_unloading: bool = False
     uses: dict[int, Use] = field(default_factory=dict)
 
@@ -132,10 +134,12 @@ class NameTable:
                 f"adapter '{name}' is already registered from '{entry.path}': use another name"
             )
 
-    def add(self, name: str, generation: Generation) -> NameEntry:
-        """A new name for a generation."""
+    def add(
+        self, name: str, generation: Generation, files: AdapterFiles | None = None
+    ) -> NameEntry:
+        """A new name for a generation; with its `files` if it is one of `lora_dir`."""
         content = generation.content
-        entry = NameEntry(name, content.path, content.real_path, generation)
+        entry = NameEntry(name, content.path, content.real_path, generation, files=files)
         self._entries[name] = entry
         self._generations.attach(generation, name)
         return entry

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from pagedlora import _core
@@ -16,6 +15,7 @@ from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.generations import GenerationTable
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.names import NameTable
+from pagedlora.registry.process_lock import ProcessLock
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RegistryParts:
     options: LoadOptions
     base: BaseModel
     shapes: ShapeCache
-    lock: threading.RLock
+    lock: ProcessLock
     generations: GenerationTable
     names: NameTable
     pins: HostPins

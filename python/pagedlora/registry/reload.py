@@ -10,6 +10,7 @@ from pagedlora.registry.content import AdapterContent
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.flight import Flight, is_impatience
 from pagedlora.registry.generations import MAX_RETIRED, Generation
+from pagedlora.registry.lora_dir import AdapterFiles
 from pagedlora.registry.names import NameEntry
 from pagedlora.registry.parts import RegistryParts
 
@@ -59,8 +60,50 @@ class Reloader:
                     self._share(entry, first)
                 return digest
 
-    def reload(self, entry: NameEntry, source: AdapterSource, expected: str | None) -> None:
-        """As `LoraManager.reload`."""
+    def follow(self, entry: NameEntry, source: AdapterSource, files: AdapterFiles) -> None:
+        """As `ListedNames.follow`: for requests to come, and without reading the content.
+
+        Args:
+            entry: A name of `lora_dir`.
+            source: Its directory.
+            files: What lay there before this call parses it.
+        """
+        content, plan, sources = self._parse(source)
+        with self._lock:
+            if entry.files == files:  # another call was first
+                return
+            self._check(entry, None, stays=False)
+            target = self._generations.add(content, plan, sources)
+            target.holds += 1
+        try:
+            while not self._try_follow(entry, target, files):
+                self._pins.bring_in(target, Deadline(None))
+        finally:
+            with self._lock:
+                self._pins.give_back(target)
+                self._generations.discard(target)
+
+    def _try_follow(self, entry: NameEntry, target: Generation, files: AdapterFiles) -> bool:
+        """Lets the name stand for `target`; False if that must be pinned first."""
+        with self._lock:
+            if entry.files == files:
+                return True
+            self._check(entry, None, stays=False)
+            if entry.pins and not target.is_pinned:
+                return False
+            self._names.point(entry, target)
+            content = target.content
+            entry.path, entry.real_path, entry.files = content.path, content.real_path, files
+            return True
+
+    def reload(
+        self,
+        entry: NameEntry,
+        source: AdapterSource,
+        expected: str | None,
+        files: AdapterFiles | None,
+    ) -> None:
+        """As `LoraManager.reload`; `files` are the source's if it is the name's in `lora_dir`."""
         content, plan, sources = self._parse(source)
         digest = self._digest(content, Deadline(None))
         # A source that was overwritten in place cannot be read any more: it is other content.
@@ -80,6 +123,8 @@ class Reloader:
         try:
             while not self._try_commit(entry, content, target, digest, expected):
                 self._pins.bring_in(target, Deadline(None))
+            with self._lock:
+                entry.files = files
         finally:
             with self._lock:
                 self._pins.give_back(target)

@@ -9,7 +9,7 @@ from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
 from pagedlora.loaders.given_tensors import GivenTensors, PeftTensors
 from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.paths import SourceForm, SourcePath, is_possible_path, to_path, without_links
-from pagedlora.registry.lora_dir import LoraDirectory
+from pagedlora.registry.lora_dir import AdapterFiles, LoraDirectory
 
 
 class Sources:
@@ -53,7 +53,7 @@ class Sources:
 
     @property
     def listed(self) -> frozenset[str]:
-        """The names that `lora_dir` had at construction."""
+        """The names of `lora_dir`, as `LoraDirectory.names`."""
         return frozenset() if self._lora_dir is None else self._lora_dir.names
 
     def find_listed(self, name: str) -> SourcePath | None:
@@ -74,6 +74,10 @@ class Sources:
                 name=name,
             )
         return place
+
+    def listed_files(self, name: str) -> AdapterFiles | None:
+        """What lies under a name of `lora_dir` now; None without one, as `LoraDirectory.files`."""
+        return None if self._lora_dir is None else self._lora_dir.files(name)
 
     def check_not_listed(self, name: str, place: AdapterSource) -> None:
         """Raises InvalidArgumentError if `lora_dir` lists the name for another directory."""
