@@ -26,7 +26,9 @@ LAYERS = (0, 1)
 
 def measure_prefill() -> list[Result]:
     """Long runs of rows, each with an adapter of its own, on the modules of two layers."""
-    with open_fleet({f"adapter {n}": BIG for n in range(RUNS)}) as fleet:
+    with open_fleet(
+        {f"adapter {n}": BIG for n in range(RUNS)}, host="1536MiB", device="1536MiB"
+    ) as fleet:
         names = list(fleet.requests)
         fleet.add(names)
         lease = fleet.lease(names)
