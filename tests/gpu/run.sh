@@ -78,11 +78,14 @@ for name in names.split():
         missing.append(f"{name}: {error}")
 if missing:
     sys.exit("put wheels of what is missing into build/wheels:\n" + "\n".join(missing))
-import torch
+import pybind11, torch
+if int(pybind11.__version__.split(".")[0]) < 3:
+    sys.exit(f"pybind11 is {pybind11.__version__}: put a wheel of 3.0 or newer into build/wheels")
 if not torch.cuda.is_available():
     sys.exit(f"torch {torch.__version__} sees no GPU")
 PYTHON
-  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_CUDA_ARCHITECTURES=native \
+  cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DCMAKE_CUDA_ARCHITECTURES=native -DCMAKE_CUDA_FLAGS=-lineinfo \
     -DPAGEDLORA_CUDA=ON -DPAGEDLORA_PYTHON=ON "-DPAGEDLORA_TESTS=$tests" "${gtest[@]}" \
     "-Dpybind11_DIR=$("$python" -m pybind11 --cmakedir)" "-DPython_EXECUTABLE=$(command -v "$python")" &&
     cmake --build "$build" --target _core &&
