@@ -51,6 +51,7 @@ def measure_copies() -> list[Result]:
         after = f", after {CHURN_CYCLES} cycles"
         results += _copies_of(fleet, "84 MB", 0.95, after)
         results += _copies_of(fleet, "6.8 MB", 0.80, after)
+        _check_pages(fleet, list(shapes))
     return results
 
 
@@ -109,6 +110,18 @@ def _copies_of(fleet: Fleet, name: str, goal: float, suffix: str) -> list[Result
     ]
 
 
+def _check_pages(fleet: Fleet, names: Sequence[str]) -> None:
+    """Every matrix on the GPU has the host copy's bytes."""
+    fleet.lease(names).close()
+    for name in names:
+        task = fleet.requests[name].lora_task_id
+        assert task is not None
+        host, device = (fleet.cache.task_weights(task, tier) for tier in ("host", "device"))
+        for module, matrices in host.items():
+            for ours, copied in zip(matrices, device[module], strict=True):
+                assert torch.equal(ours, copied.cpu()), f"{name}, {module}"
+
+
 def _churn(fleet: Fleet, names: Sequence[str]) -> None:
     """Adapters come and go; in the end the free pages are holes between those that stayed."""
     generator = random.Random(1)
@@ -127,8 +140,8 @@ def _churn(fleet: Fleet, names: Sequence[str]) -> None:
 
 def measure_overlap() -> list[Result]:
     """A loop like decode steps while adapters are copied to the GPU, against the same alone."""
-    shapes = {f"big {n}": BIG for n in range(12)}
-    with open_fleet(shapes, host="1280MiB", device="512MiB") as fleet:
+    shapes = {f"big {n}": BIG for n in range(8)}
+    with open_fleet(shapes, host="768MiB", device="384MiB") as fleet:
         names = list(fleet.requests)
         fleet.add(names)
         weights = torch.randn(64, 4096, 4096, dtype=torch.bfloat16, device="cuda") * 0.01
