@@ -96,6 +96,7 @@ class LoraReader {
  private:
   template <class T, std::size_t kAlignment = alignof(T)>
   PAGEDLORA_HOST_DEVICE T record(std::uint32_t offset, std::uint32_t index) const {
+    static_assert(sizeof(T) % kAlignment == 0);  // and LoraTables sees to the offsets
     return load_constant<T, kAlignment>(base_ + offset + std::size_t{index} * sizeof(T));
   }
 

@@ -14,7 +14,7 @@
 //     4 + number of blocks + 1                               B t, and y
 // and 6 more where there is a bias or a DoRA scale.
 //
-// Launches return what cudaGetLastError says, enqueue one kernel on `stream`, and may be captured in
+// Launches return what the runtime says of them, enqueue one kernel on `stream`, and may be captured in
 // a graph: their grids follow from the arguments alone. What the arguments point to must stay until
 // the stream has done the work. Thread-safe.
 #pragma once
