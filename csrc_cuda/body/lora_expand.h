@@ -76,15 +76,20 @@ struct LoraExpand {
     const float dora_scale =
         has_dora_scale ? reader.element(row.dora_scale, row.num_dora_scale_parts, o) : 1.0F;
     const float base = has_dora_scale && base_bias != nullptr ? widen(base_bias[output]) : 0.0F;
-    Pack<W, kChunk> weights[kBlocks];
-    load_weights(reader, row, 0, o, weights);
-    wait_for_stream();
-    Values before{};
     std::int64_t places[kTokens] = {};
     PAGEDLORA_UNROLL
     for (std::uint32_t token = 0; token < kTokens; ++token) {
       if (token < num_tokens) {
         places[token] = reader.position(first_token + token) * y_row_stride + output;
+      }
+    }
+    Pack<W, kChunk> weights[kBlocks];
+    load_weights(reader, row, 0, o, weights);
+    wait_for_stream();
+    Values before{};
+    PAGEDLORA_UNROLL
+    for (std::uint32_t token = 0; token < kTokens; ++token) {
+      if (token < num_tokens) {
         before.of[token] = widen(y[places[token]]);
       }
     }
@@ -111,10 +116,9 @@ struct LoraExpand {
         load_weights(reader, row, first, o, weights);
       }
       PAGEDLORA_UNROLL
-      for (std::uint32_t i = 0; i < kBlocks; ++i) {
-        if (first + i < row.num_blocks) {
-          const std::uint32_t block = row.first_block + first + i - reader.module().first_block;
-          add_block(reader, weights[i], block, first_token, products);
+      for (std::uint32_t token = 0; token < kTokens; ++token) {
+        if (first_token + token < reader.num_tokens()) {
+          add_blocks(reader, row, first, first_token + token, weights, products.of[token]);
         }
       }
     }
@@ -153,27 +157,34 @@ struct LoraExpand {
     }
   }
 
-  PAGEDLORA_HOST_DEVICE void add_block(const LoraReader& reader, const Pack<W, kChunk>& weights,
-                                       std::uint32_t block, std::uint32_t first_token,
-                                       Values& products) const {
+  // Of one token and the blocks from `first` on.
+  PAGEDLORA_HOST_DEVICE void add_blocks(const LoraReader& reader, const LoraRowEntry& row,
+                                        std::uint32_t first, std::uint32_t token,
+                                        const Pack<W, kChunk> (&weights)[kBlocks],
+                                        float& product) const {
+    const std::uint32_t before = row.first_block - reader.module().first_block;  // of the module's
+    Pack<float, kChunk> t_of_blocks[kBlocks];
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      const std::uint32_t k = first + i < row.num_blocks ? first + i : row.num_blocks - 1;
+      const std::size_t at = rank_space_offset(tables, reader.rank_space_row(token), before + k);
+      t_of_blocks[i] = load<Pack<float, kChunk>>(reinterpret_cast<const std::byte*>(t + at));
+    }
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      if (first + i < row.num_blocks) {
+        product += dot(weights[i], t_of_blocks[i]);
+      }
+    }
+  }
+
+  PAGEDLORA_HOST_DEVICE static float dot(const Pack<W, kChunk>& weights,
+                                         const Pack<float, kChunk>& t_of_block) {
     float w[kChunk];
     PAGEDLORA_UNROLL
     for (std::uint32_t i = 0; i < kChunk; ++i) {
       w[i] = widen(weights.values[i]);
     }
-    PAGEDLORA_UNROLL
-    for (std::uint32_t token = 0; token < kTokens; ++token) {
-      if (first_token + token < reader.num_tokens()) {
-        const std::size_t at =
-            rank_space_offset(tables, reader.rank_space_row(first_token + token), block);
-        products.of[token] +=
-            dot(w, load<Pack<float, kChunk>>(reinterpret_cast<const std::byte*>(t + at)));
-      }
-    }
-  }
-
-  PAGEDLORA_HOST_DEVICE static float dot(const float (&w)[kChunk],
-                                         const Pack<float, kChunk>& t_of_block) {
     const float(&v)[kChunk] = t_of_block.values;
     const float sum01 = multiply_add(w[1], v[1], w[0] * v[0]);
     const float sum23 = multiply_add(w[3], v[3], w[2] * v[2]);

@@ -54,7 +54,7 @@ struct LoraLookUp {
       const auto column = static_cast<std::uint32_t>(feature);
       const Part part = reader.part_with(block.a, block.num_a_parts, column);
       const std::size_t skipped = std::size_t{column - part.begin} * block.rank_count + rank;
-      value = widen(load_constant<W>(reader.address(part) + skipped * sizeof(W)));
+      value = widen(load<W>(reader.address(part) + skipped * sizeof(W)));
     }
     t[rank_space_offset(tables, reader.rank_space_row(i), thread.index.block_y) + rank] =
         value * (reader.scale(block.row) * factor);

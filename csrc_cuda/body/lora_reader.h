@@ -28,7 +28,7 @@ class LoraReader {
     const auto header = record<LoraHeader, kVectorBytes>(0, 0);
     const auto found =
         record<LoraTile, kVectorBytes>(sizeof(LoraHeader), tile < last ? tile : last);
-    if (tile >= header.num_tiles) {
+    if ((tile >= header.num_tiles) | (found.num_tokens == 0)) {  // so that both are asked for first
       return;
     }
     tile_ = found;
@@ -89,15 +89,14 @@ class LoraReader {
   PAGEDLORA_HOST_DEVICE float element(std::uint32_t first, std::uint32_t count,
                                       std::uint32_t feature) const {
     const Part place = part_with(first, count, feature);
-    return load_constant<float>(address(place) +
-                                std::size_t{feature - place.begin} * sizeof(float));
+    return load<float>(address(place) + std::size_t{feature - place.begin} * sizeof(float));
   }
 
  private:
   template <class T, std::size_t kAlignment = alignof(T)>
   PAGEDLORA_HOST_DEVICE T record(std::uint32_t offset, std::uint32_t index) const {
     static_assert(sizeof(T) % kAlignment == 0);  // and LoraTables sees to the offsets
-    return load_constant<T, kAlignment>(base_ + offset + std::size_t{index} * sizeof(T));
+    return load<T, kAlignment>(base_ + offset + std::size_t{index} * sizeof(T));
   }
 
   const std::byte* base_;
@@ -134,13 +133,13 @@ PAGEDLORA_HOST_DEVICE inline Pack<W, kChunk> load_chunk(const std::byte* from,
                                                         std::uint32_t count) {
   using Eight = Pack<W, kChunk>;
   if (count == kChunk && is_multiple(from, Eight::kAlignment)) {
-    return load_constant<Eight>(from);
+    return load<Eight>(from);
   }
   Eight chunk{};
   PAGEDLORA_UNROLL
   for (std::uint32_t i = 0; i < kChunk; ++i) {
     if (i < count) {
-      chunk.values[i] = load_constant<W>(from + i * sizeof(W));
+      chunk.values[i] = load<W>(from + i * sizeof(W));
     }
   }
   return chunk;

@@ -43,6 +43,7 @@ struct LoraShrink {
 
   struct Shared {
     float sums[kSums][kThreads + 1];  // one more: neighbouring sums lie in other banks
+    float scale;
   };
 
   LoraTablesView tables;
@@ -107,6 +108,7 @@ struct LoraShrink {
     const LoraBlockEntry block = reader.block(reader.module().first_block + unit.block);
     const std::uint32_t ranks =
         unit.first_rank < block.rank_count ? block.rank_count - unit.first_rank : 0;
+    const float scale = reader.scale(block.row);
     Sums sums{};
     if (ranks > 0) {
       const Rows rows = rows_of(unit, reader, block);
@@ -123,6 +125,9 @@ struct LoraShrink {
           add_elements(slices, ranks, rows, sums);
         }
       }
+    }
+    if (thread.index.thread == 0) {
+      shared.scale = scale;
     }
     PAGEDLORA_UNROLL
     for (std::uint32_t i = 0; i < kSums; ++i) {
@@ -212,7 +217,7 @@ struct LoraShrink {
         PAGEDLORA_UNROLL
         for (std::uint32_t r = 0; r < kRanksAtOnce; ++r) {
           if (slices[i].count != 0 && rank + r < ranks) {
-            a[i][r] = load_constant<Pack<W, kChunk>>(weights_of(slices[i], rank + r));
+            a[i][r] = load<Pack<W, kChunk>>(weights_of(slices[i], rank + r));
           }
         }
       }
@@ -269,7 +274,7 @@ struct LoraShrink {
         PAGEDLORA_UNROLL
         for (std::uint32_t rank = 0; rank < kRanks; ++rank) {
           if (rank < ranks) {
-            const float a = widen(load_constant<W>(weights_of(slices[i], rank) + k * sizeof(W)));
+            const float a = widen(load<W>(weights_of(slices[i], rank) + k * sizeof(W)));
             PAGEDLORA_UNROLL
             for (std::uint32_t token = 0; token < kTokens; ++token) {
               add_product(a, features[token], sums.of[token][rank]);
@@ -323,10 +328,9 @@ struct LoraShrink {
     const std::uint32_t i = unit.first_token + sum / kRanks;
     if (sum < kSums && i < reader.num_tokens()) {
       wait_for_stream();
-      const LoraBlockEntry block = reader.block(reader.module().first_block + unit.block);
       const std::size_t at = rank_space_offset(tables, reader.rank_space_row(i), unit.block) +
                              unit.first_rank + sum % kRanks;
-      t[at] = add_lanes<kLanesLeft>(shared.sums[sum], 1) * reader.scale(block.row);
+      t[at] = add_lanes<kLanesLeft>(shared.sums[sum], 1) * shared.scale;
     }
   }
 };

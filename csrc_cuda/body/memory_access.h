@@ -71,19 +71,6 @@ __device__ inline T load(const std::byte* from) {
 }
 
 template <class T, std::size_t kAlignment = alignof(T)>
-__device__ inline T load_constant(const std::byte* from) {
-  using Word = internal::Word<T, kAlignment>;
-  Word words[sizeof(T) / sizeof(Word)];
-  PAGEDLORA_UNROLL
-  for (std::size_t i = 0; i < sizeof(T) / sizeof(Word); ++i) {
-    words[i] = __ldg(reinterpret_cast<const Word*>(from) + i);
-  }
-  T value;
-  __builtin_memcpy(&value, words, sizeof(T));
-  return value;
-}
-
-template <class T, std::size_t kAlignment = alignof(T)>
 __device__ inline void store(std::byte* to, const T& value) {
   using Word = internal::Word<T, kAlignment>;
   __builtin_assume(__isGlobal(to));
@@ -103,12 +90,6 @@ PAGEDLORA_HOST_DEVICE inline T load(const std::byte* from) {
   T value;
   __builtin_memcpy(&value, __builtin_assume_aligned(from, kAlignment), sizeof(T));
   return value;
-}
-
-// Of what nobody writes while the kernel runs. Then a load need not wait for stores before it.
-template <class T, std::size_t kAlignment = alignof(T)>
-PAGEDLORA_HOST_DEVICE inline T load_constant(const std::byte* from) {
-  return load<T, kAlignment>(from);
 }
 
 template <class T, std::size_t kAlignment = alignof(T)>
