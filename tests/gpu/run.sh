@@ -114,20 +114,19 @@ if wants python; then
 fi
 
 if wants sanitizer; then
-  seconds=$(seconds_for 240 120)
   # Calls that fail on purpose are among the tests; kernels are what is looked at.
-  sanitizer=(timeout -k 5 "$seconds" compute-sanitizer --report-api-errors no --error-exitcode 1
-    --leak-check no)
+  sanitizer=(compute-sanitizer --report-api-errors no --error-exitcode 1 --leak-check no)
   if ! command -v compute-sanitizer >/dev/null; then
     skip sanitizer "there is no compute-sanitizer"
-  elif ((seconds < 40)); then
-    skip sanitizer "there is no time left; run it by --only sanitizer"
-  elif "${sanitizer[@]}" "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2>&1 |
+  elif (($(seconds_for 240 120) < 60)); then
+    skip sanitizer "there is no time left: raise LIMIT, or run it by --only sanitizer"
+  elif timeout -k 5 40 "${sanitizer[@]}" "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2>&1 |
     grep -qi 'not supported'; then
     skip sanitizer "compute-sanitizer does not support this machine"
   else
-    part sanitizer "${sanitizer[@]}" "${pytest[@]}" tests/gpu/test_lora_on_gpu.py \
-      tests/gpu/test_scatter_on_gpu.py -k 'neighbours or captured or repeated'
+    part sanitizer timeout -k 5 "$(seconds_for 240 120)" "${sanitizer[@]}" "${pytest[@]}" \
+      tests/gpu/test_lora_on_gpu.py tests/gpu/test_scatter_on_gpu.py \
+      -k 'neighbours or captured or repeated'
   fi
 fi
 
