@@ -14,7 +14,7 @@ cudaError_t expand(const LoraLaunch& launch, const ExpandArgs& args, cudaStream_
                   launch.rank_space, static_cast<Y*>(args.y),
                   args.y_row_stride, static_cast<const Y*>(args.base_bias)};
   const std::uint32_t output_tiles = (args.out_features + Body::kThreads - 1) / Body::kThreads;
-  return launch_body(body, launch.num_tiles, output_tiles, stream);
+  return launch_body(body, launch.num_tiles, output_tiles, stream, launch.starts_early);
 }
 
 }  // namespace

@@ -67,6 +67,15 @@ CudaLoraOperator::CudaLoraOperator(std::shared_ptr<const LoraModelConfig> config
   const CurrentGpu current(*gpu_);
   current.check();
   stage_ = std::make_unique<UploadStage>(*gpu_, view.tasks);
+  starts_early_ = options.starts_early && can_start_early();
+}
+
+bool CudaLoraOperator::can_start_early() {
+  constexpr int kHopper = 9;
+  int major = 0;
+  gpu_->check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, gpu_->ordinal()),
+              "cudaDeviceGetAttribute");
+  return major >= kHopper;
 }
 
 CudaLoraOperator::~CudaLoraOperator() {
@@ -216,7 +225,7 @@ void CudaLoraOperator::check(ModuleIndex module, ModuleKind kind, std::uint32_t 
 CudaLoraOperator::LoraPass CudaLoraOperator::pass_of(ModuleIndex module) const {
   const std::uint32_t num_tiles = options_.for_graphs ? options_.max_rows : tables_.num_tiles();
   return {{tables_.view(table_->begin()), module, num_tiles,
-           reinterpret_cast<float*>(rank_space_->begin())},
+           reinterpret_cast<float*>(rank_space_->begin()), starts_early_},
           shares_weights_ ? TokensPerPass::four : TokensPerPass::one};
 }
 

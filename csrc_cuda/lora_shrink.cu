@@ -10,10 +10,10 @@ namespace {
 
 template <class X, class W, std::uint32_t kTokens>
 cudaError_t shrink(const LoraLaunch& launch, const ShrinkArgs& args, cudaStream_t stream) {
-  const LoraShrink<X, W, kTokens> body{launch.tables, launch.module.value,
-                                       static_cast<const X*>(args.x), args.x_row_stride,
-                                       launch.rank_space};
-  return launch_body(body, launch.num_tiles, launch.tables.max_blocks, stream);
+  const LoraShrink<X, W, kTokens> body{
+      launch.tables,     launch.module.value, static_cast<const X*>(args.x),
+      args.x_row_stride, launch.rank_space,   launch.tables.max_blocks};
+  return launch_body(body, launch.num_tiles, launch.tables.max_blocks, stream, launch.starts_early);
 }
 
 }  // namespace
@@ -33,7 +33,8 @@ cudaError_t launch_lora_look_up(const LoraLaunch& launch, const LookUpArgs& args
   return with_dtype(launch.tables.weights, [&]<class W>(W) {
     const LoraLookUp<W> body{launch.tables, launch.module.value, args.token_ids, args.factor,
                              launch.rank_space};
-    return launch_body(body, launch.num_tiles, launch.tables.max_blocks, stream);
+    return launch_body(body, launch.num_tiles, launch.tables.max_blocks, stream,
+                       launch.starts_early);
   });
 }
 

@@ -42,7 +42,7 @@ std::size_t num_parts(const Layout& layout) {
 struct LayoutOffsets {
   explicit LayoutOffsets(const Layout& layout)
       : rows(layout.num_modules() * sizeof(LoraModuleEntry)),
-        blocks(rows + layout.rows().size() * sizeof(LoraRowEntry)),
+        blocks(aligned(rows + layout.rows().size() * sizeof(LoraRowEntry))),
         parts(aligned(blocks + layout.blocks().size() * sizeof(LoraBlockEntry))),
         end(parts + num_parts(layout) * sizeof(Part)) {}
 

@@ -15,6 +15,9 @@ class PinnedHostDevice final : public Device {
 
   std::byte* try_allocate(std::size_t bytes) override {
     gpu_->check_alive();
+    if (bytes > cpu_->memory_info().total_bytes) {
+      return nullptr;  // the runtime may call it an invalid argument
+    }
     const CurrentGpu current(*gpu_);
     current.check();
     void* arena = nullptr;

@@ -37,10 +37,10 @@ TINY = AdapterShape(4, ("q_proj", "v_proj"))
 NUM_LAYERS = 32
 
 
-def model_config() -> LoraModelConfig:
-    """Of an 8B Llama."""
+def model_config(num_layers: int = NUM_LAYERS) -> LoraModelConfig:
+    """Of an 8B Llama, or of its first layers."""
     return LoraModelConfig.from_dims(
-        NUM_LAYERS, 4096, 14336, 32, 8, 128, modules=MODULES, dtype=torch.bfloat16
+        num_layers, 4096, 14336, 32, 8, 128, modules=MODULES, dtype=torch.bfloat16
     )
 
 
@@ -80,9 +80,10 @@ class Fleet:
 
 @contextmanager
 def open_fleet(
-    shapes: dict[str, AdapterShape], *, host: str = "4GiB", device: str = "2GiB"
+    shapes: dict[str, AdapterShape], *, host: str, device: str, num_layers: int = NUM_LAYERS
 ) -> Iterator[Fleet]:
-    config = model_config()
+    """A fleet with room for so much; pinning a GiB of the host takes a third of a second."""
+    config = model_config(num_layers)
     with tempfile.TemporaryDirectory() as scratch:
         cache = PeftCacheManager(
             config, PeftCacheConfig(host_cache_size=host, device_cache_size=device), device="cuda"

@@ -21,12 +21,13 @@ from pagedlora.engine.pool_view import PoolView
 
 RUNS = 16
 RUN_ROWS = 512
-LAYERS = (0, 1)
+NUM_LAYERS = 2
 
 
 def measure_prefill() -> list[Result]:
     """Long runs of rows, each with an adapter of its own, on the modules of two layers."""
-    with open_fleet({f"adapter {n}": BIG for n in range(RUNS)}) as fleet:
+    shapes = {f"adapter {n}": BIG for n in range(RUNS)}
+    with open_fleet(shapes, host="256MiB", device="256MiB", num_layers=NUM_LAYERS) as fleet:
         names = list(fleet.requests)
         fleet.add(names)
         lease = fleet.lease(names)
@@ -45,7 +46,7 @@ def _prefill_cases(
     fleet: Fleet, lease: BatchLease, segments: list[tuple[int | None, int]]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     rows = RUNS * RUN_ROWS
-    modules = [(i, m) for i, m in enumerate(fleet.config.modules) if m.layer_id in LAYERS]
+    modules = list(enumerate(fleet.config.modules))
     widths = {width for _, m in modules for width in (m.in_features, m.out_features)}
     x, y = (
         {n: torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for n in widths}

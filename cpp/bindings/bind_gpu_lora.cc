@@ -33,8 +33,10 @@ using PySegments = std::vector<std::pair<std::optional<std::uint64_t>, std::uint
 class GpuLoraOperator {
  public:
   GpuLoraOperator(std::shared_ptr<const LoraModelConfig> config, const LayoutParams& layout,
-                  std::uint32_t max_rows, std::uint32_t max_tasks, int ordinal, bool for_graphs)
-      : lora_(std::move(config), {max_rows, max_tasks, layout, ordinal, for_graphs}) {}
+                  std::uint32_t max_rows, std::uint32_t max_tasks, int ordinal, bool for_graphs,
+                  bool starts_early)
+      : lora_(std::move(config), {max_rows, max_tasks, layout, ordinal, for_graphs, starts_early}) {
+  }
 
   void set_batch(std::shared_ptr<BatchLease> lease, const PySegments& segments,
                  std::uintptr_t stream) {
@@ -99,7 +101,7 @@ class GpuLoraOperator {
 class GpuLoraOperator {
  public:
   GpuLoraOperator(const std::shared_ptr<const LoraModelConfig>&, const LayoutParams&, std::uint32_t,
-                  std::uint32_t, int, bool) {
+                  std::uint32_t, int, bool, bool) {
     throw GpuUnavailableError("this build of pagedlora has no GPU part");
   }
   void set_batch(const std::shared_ptr<BatchLease>&, const PySegments&, std::uintptr_t) {}
@@ -120,12 +122,13 @@ void register_gpu_lora(py::module_& module) {
                               "y += scale * B (A x) on a GPU, from the pages of its cache. "
                               "Thread-safe.")
       .def(py::init<std::shared_ptr<const LoraModelConfig>, const LayoutParams&, std::uint32_t,
-                    std::uint32_t, int, bool>(),
+                    std::uint32_t, int, bool, bool>(),
            "config"_a, "layout"_a, py::kw_only(), "max_rows"_a, "max_tasks"_a, "ordinal"_a = 0,
-           "for_graphs"_a = false,
+           "for_graphs"_a = false, "starts_early"_a = false,
            "Tables for max_rows rows of a batch and max_tasks adapters. for_graphs: launches do "
            "not\n"
-           "depend on the batch, so that a captured graph may be replayed after the next one.")
+           "depend on the batch, so that a captured graph may be replayed after the next one.\n"
+           "starts_early: kernels load their weights while the one before them still runs.")
       .def("set_batch", &GpuLoraOperator::set_batch, "lease"_a.none(true), "segments"_a,
            "stream"_a = 0, py::call_guard<py::gil_scoped_release>(),
            "Says which rows use which leased adapter: (request id or None, number of rows) in row\n"

@@ -25,6 +25,7 @@ namespace pagedlora::cuda {
 template <class Y, class W, std::uint32_t kTokens>
 struct LoraExpand {
   static constexpr std::uint32_t kThreads = 128;
+  static constexpr bool kLetsNextStart = true;
   static constexpr std::uint32_t kPhases = 1;
   using Shared = NoShared;
   using Thread = LoraThread;
@@ -50,7 +51,7 @@ struct LoraExpand {
     const std::uint32_t output = thread.index.block_y * kThreads + thread.index.thread;
     const LoraModuleEntry& rows = reader.module();
     for (std::uint32_t row = rows.first_row; row < rows.first_row + rows.num_rows; ++row) {
-      const LoraRowEntry& entry = reader.row(row);
+      const LoraRowEntry entry = reader.row(row);
       if (output >= entry.out.offset && output - entry.out.offset < entry.out.length) {
         add_row(reader, entry, reader.scale(row), round * kTokens, output);
       }
@@ -58,61 +59,132 @@ struct LoraExpand {
   }
 
  private:
-  struct Products {
+  // Blocks whose weights are under way together.
+  static constexpr std::uint32_t kBlocks = kTokens == 1 ? 4 : 2;
+
+  struct Values {
     float of[kTokens];
   };
 
   PAGEDLORA_HOST_DEVICE void add_row(const LoraReader& reader, const LoraRowEntry& row, float scale,
                                      std::uint32_t first_token, std::uint32_t output) const {
     const std::uint32_t o = output - row.out.offset;
-    const Products products = multiply(reader, row, first_token, o);
+    const std::uint32_t num_tokens = reader.num_tokens() - first_token;
     const bool has_bias = row.num_bias_parts > 0;
     const bool has_dora_scale = row.num_dora_scale_parts > 0;
     const float bias = has_bias ? reader.element(row.bias, row.num_bias_parts, o) * scale : 0.0F;
     const float dora_scale =
         has_dora_scale ? reader.element(row.dora_scale, row.num_dora_scale_parts, o) : 1.0F;
     const float base = has_dora_scale && base_bias != nullptr ? widen(base_bias[output]) : 0.0F;
+    std::int64_t places[kTokens] = {};
     PAGEDLORA_UNROLL
     for (std::uint32_t token = 0; token < kTokens; ++token) {
-      if (first_token + token < reader.num_tokens()) {
-        Y& place = y[reader.position(first_token + token) * y_row_stride + output];
-        const float before = widen(place);
+      if (token < num_tokens) {
+        places[token] = reader.position(first_token + token) * y_row_stride + output;
+      }
+    }
+    Pack<W, kChunk> weights[kBlocks];
+    load_weights(reader, row, 0, o, weights);
+    wait_for_stream();
+    Values before{};
+    PAGEDLORA_UNROLL
+    for (std::uint32_t token = 0; token < kTokens; ++token) {
+      if (token < num_tokens) {
+        before.of[token] = widen(y[places[token]]);
+      }
+    }
+    const Values products = multiply(reader, row, first_token, o, weights);
+    PAGEDLORA_UNROLL
+    for (std::uint32_t token = 0; token < kTokens; ++token) {
+      if (token < num_tokens) {
         float delta = products.of[token] + bias;
         if (has_dora_scale) {
-          delta = (dora_scale - 1.0F) * (before - base) + dora_scale * delta;
+          delta = (dora_scale - 1.0F) * (before.of[token] - base) + dora_scale * delta;
         }
-        place = narrow<Y>(before + delta);
+        y[places[token]] = narrow<Y>(before.of[token] + delta);
       }
     }
   }
 
-  // B t of one output of the row.
-  PAGEDLORA_HOST_DEVICE Products multiply(const LoraReader& reader, const LoraRowEntry& row,
-                                          std::uint32_t first_token, std::uint32_t o) const {
-    Products products{};
-    for (std::uint32_t k = 0; k < row.num_blocks; ++k) {
-      const std::uint32_t index = row.first_block + k;
-      const LoraBlockEntry& block = reader.block(index);
-      const Part& part = reader.part(block.num_b_parts == 1 ? block.b : block.b + o / block.b_tile);
-      const std::size_t skipped = std::size_t{o - part.begin} * block.rank_count;
-      float weights[kChunk];
-      load_chunk<W>(reader.address(part) + skipped * sizeof(W), block.rank_count, weights);
+  // B t of one output of the row; `weights` are those of its first blocks.
+  PAGEDLORA_HOST_DEVICE Values multiply(const LoraReader& reader, const LoraRowEntry& row,
+                                        std::uint32_t first_token, std::uint32_t o,
+                                        Pack<W, kChunk> (&weights)[kBlocks]) const {
+    Values products{};
+    for (std::uint32_t first = 0; first < row.num_blocks; first += kBlocks) {
+      if (first > 0) {
+        load_weights(reader, row, first, o, weights);
+      }
       PAGEDLORA_UNROLL
       for (std::uint32_t token = 0; token < kTokens; ++token) {
         if (first_token + token < reader.num_tokens()) {
-          const std::size_t at =
-              rank_space_offset(tables, reader.rank_space_row(first_token + token),
-                                index - reader.module().first_block);
-          products.of[token] +=
-              dot(weights, load<Pack<float, kChunk>>(reinterpret_cast<const std::byte*>(t + at)));
+          add_blocks(reader, row, first, first_token + token, weights, products.of[token]);
         }
       }
     }
     return products;
   }
 
-  PAGEDLORA_HOST_DEVICE static float dot(const float (&w)[kChunk],
+  // Of an output and the blocks from `first` on. What each step of the way to them needs is asked for
+  // at once, for all blocks; behind the row's last block that block stands again.
+  PAGEDLORA_HOST_DEVICE static void load_weights(const LoraReader& reader, const LoraRowEntry& row,
+                                                 std::uint32_t first, std::uint32_t o,
+                                                 Pack<W, kChunk> (&weights)[kBlocks]) {
+    LoraBlockEntry blocks[kBlocks];
+    Part parts[kBlocks];
+    std::uint32_t pages[kBlocks];
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      const std::uint32_t k = first + i < row.num_blocks ? first + i : row.num_blocks - 1;
+      blocks[i] = reader.block(row.first_block + k);
+    }
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      const std::uint32_t part = blocks[i].num_b_parts == 1 ? 0 : o / blocks[i].b_tile;
+      parts[i] = reader.part(blocks[i].b + part);
+    }
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      pages[i] = reader.page(parts[i]);
+    }
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      if (first + i < row.num_blocks) {
+        const std::size_t skipped = std::size_t{o - parts[i].begin} * blocks[i].rank_count;
+        weights[i] = load_chunk<W>(reader.address(parts[i], pages[i]) + skipped * sizeof(W),
+                                   blocks[i].rank_count);
+      }
+    }
+  }
+
+  // Of one token and the blocks from `first` on.
+  PAGEDLORA_HOST_DEVICE void add_blocks(const LoraReader& reader, const LoraRowEntry& row,
+                                        std::uint32_t first, std::uint32_t token,
+                                        const Pack<W, kChunk> (&weights)[kBlocks],
+                                        float& product) const {
+    const std::uint32_t before = row.first_block - reader.module().first_block;  // of the module's
+    Pack<float, kChunk> t_of_blocks[kBlocks];
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      const std::uint32_t k = first + i < row.num_blocks ? first + i : row.num_blocks - 1;
+      const std::size_t at = rank_space_offset(tables, reader.rank_space_row(token), before + k);
+      t_of_blocks[i] = load<Pack<float, kChunk>>(reinterpret_cast<const std::byte*>(t + at));
+    }
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kBlocks; ++i) {
+      if (first + i < row.num_blocks) {
+        product += dot(weights[i], t_of_blocks[i]);
+      }
+    }
+  }
+
+  PAGEDLORA_HOST_DEVICE static float dot(const Pack<W, kChunk>& weights,
                                          const Pack<float, kChunk>& t_of_block) {
+    float w[kChunk];
+    PAGEDLORA_UNROLL
+    for (std::uint32_t i = 0; i < kChunk; ++i) {
+      w[i] = widen(weights.values[i]);
+    }
     const float(&v)[kChunk] = t_of_block.values;
     const float sum01 = multiply_add(w[1], v[1], w[0] * v[0]);
     const float sum23 = multiply_add(w[3], v[3], w[2] * v[2]);

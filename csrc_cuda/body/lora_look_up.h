@@ -18,6 +18,7 @@ template <class W>
 struct LoraLookUp {
   static constexpr std::uint32_t kThreads = 128;
   static constexpr std::uint32_t kTokens = kThreads / kMaxBlockRanks;
+  static constexpr bool kLetsNextStart = true;
   static constexpr std::uint32_t kPhases = 1;
   using Shared = NoShared;
   using Thread = LoraThread;
@@ -43,14 +44,15 @@ struct LoraLookUp {
     if (i >= reader.num_tokens()) {
       return;
     }
+    wait_for_stream();
     const std::uint32_t rank = thread.index.thread % kMaxBlockRanks;
-    const LoraBlockEntry& block = thread.block();
+    const LoraBlockEntry block = thread.block();
     const FeatureRange vocabulary = reader.row(block.row).in;
     const std::int64_t feature = token_ids[reader.position(i)] - std::int64_t{vocabulary.offset};
     float value = 0.0F;
     if (feature >= 0 && feature < std::int64_t{vocabulary.length} && rank < block.rank_count) {
       const auto column = static_cast<std::uint32_t>(feature);
-      const Part& part = reader.part_with(block.a, block.num_a_parts, column);
+      const Part part = reader.part_with(block.a, block.num_a_parts, column);
       const std::size_t skipped = std::size_t{column - part.begin} * block.rank_count + rank;
       value = widen(load<W>(reader.address(part) + skipped * sizeof(W)));
     }

@@ -14,21 +14,28 @@
 namespace pagedlora::cuda {
 
 // One tile and the module of its task that a launch is about.
+//
+// Records are read whole, as words of up to 16 bytes. What does not depend on each other is asked for
+// before any of it is looked at: a chain of loads, each waiting for the one before, is what a kernel
+// of few bytes spends its time on.
 class LoraReader {
  public:
   // With no rows if there is no such tile, or its task does not touch the module.
   PAGEDLORA_HOST_DEVICE LoraReader(const LoraTablesView& view, std::uint32_t tile,
                                    std::uint32_t module)
       : base_(view.base) {
-    const LoraHeader header = *at<LoraHeader>(0);
-    if (tile >= header.num_tiles) {
+    const std::uint32_t last = view.max_tokens - 1;  // a tile is there, if not of this batch
+    const auto header = record<LoraHeader, kVectorBytes>(0, 0);
+    const auto found =
+        record<LoraTile, kVectorBytes>(sizeof(LoraHeader), tile < last ? tile : last);
+    if ((tile >= header.num_tiles) | (found.num_tokens == 0)) {  // so that both are asked for first
       return;
     }
-    tile_ = at<LoraTile>(sizeof(LoraHeader))[tile];
-    order_ = at<std::uint32_t>(header.order) + tile_.first;
-    task_ = at<LoraTaskEntry>(view.tasks)[tile_.task];
+    tile_ = found;
+    order_ = header.order + tile_.first * static_cast<std::uint32_t>(sizeof(std::uint32_t));
+    task_ = record<LoraTaskEntry, kVectorBytes>(view.tasks, tile_.task);
     if (module < task_.num_modules) {
-      module_ = at<LoraModuleEntry>(task_.modules)[module];
+      module_ = record<LoraModuleEntry, kVectorBytes>(task_.modules, module);
     }
   }
 
@@ -41,52 +48,60 @@ class LoraReader {
   PAGEDLORA_HOST_DEVICE std::uint32_t num_tokens() const { return tile_.num_tokens; }
 
   // Of the tile's i-th token: its row in x and y, and its place in rank space.
-  PAGEDLORA_HOST_DEVICE std::uint32_t position(std::uint32_t i) const { return order_[i]; }
+  PAGEDLORA_HOST_DEVICE std::uint32_t position(std::uint32_t i) const {
+    return record<std::uint32_t>(order_, i);
+  }
   PAGEDLORA_HOST_DEVICE std::uint32_t rank_space_row(std::uint32_t i) const {
     return tile_.first + i;
   }
 
   // Rows and blocks are counted in the layout, parts too.
-  PAGEDLORA_HOST_DEVICE const LoraRowEntry& row(std::uint32_t index) const {
-    return at<LoraRowEntry>(task_.rows)[index];
+  PAGEDLORA_HOST_DEVICE LoraRowEntry row(std::uint32_t index) const {
+    return record<LoraRowEntry, 8>(task_.rows, index);
   }
-  PAGEDLORA_HOST_DEVICE const LoraBlockEntry& block(std::uint32_t index) const {
-    return at<LoraBlockEntry>(task_.blocks)[index];
+  PAGEDLORA_HOST_DEVICE LoraBlockEntry block(std::uint32_t index) const {
+    return record<LoraBlockEntry, kVectorBytes>(task_.blocks, index);
   }
-  PAGEDLORA_HOST_DEVICE const Part& part(std::uint32_t index) const {
-    return at<Part>(task_.parts)[index];
+  PAGEDLORA_HOST_DEVICE Part part(std::uint32_t index) const {
+    return record<Part, kVectorBytes>(task_.parts, index);
   }
   PAGEDLORA_HOST_DEVICE float scale(std::uint32_t row) const {
-    return at<float>(task_.scales)[row];
+    return record<float>(task_.scales, row);
   }
 
   // All parts have the same length but the last. The one with a feature, of `count` from `first` on.
-  PAGEDLORA_HOST_DEVICE const Part& part_with(std::uint32_t first, std::uint32_t count,
-                                              std::uint32_t feature) const {
+  PAGEDLORA_HOST_DEVICE Part part_with(std::uint32_t first, std::uint32_t count,
+                                       std::uint32_t feature) const {
     return count == 1 ? part(first) : part(first + feature / part(first).length);
   }
 
-  PAGEDLORA_HOST_DEVICE const std::byte* address(const Part& part) const {
-    const std::uint32_t page = at<std::uint32_t>(task_.pages)[part.at.page];
+  PAGEDLORA_HOST_DEVICE std::uint32_t page(const Part& part) const {
+    return record<std::uint32_t>(task_.pages, part.at.page);
+  }
+  PAGEDLORA_HOST_DEVICE const std::byte* address(const Part& part, std::uint32_t page) const {
     return task_.pool + page * task_.page_bytes + std::size_t{part.at.slot} * kSlotBytes;
+  }
+  PAGEDLORA_HOST_DEVICE const std::byte* address(const Part& part) const {
+    return address(part, page(part));
   }
 
   // Of a vector in float32 (bias, DoRA scale).
   PAGEDLORA_HOST_DEVICE float element(std::uint32_t first, std::uint32_t count,
                                       std::uint32_t feature) const {
-    const Part& place = part_with(first, count, feature);
+    const Part place = part_with(first, count, feature);
     return load<float>(address(place) + std::size_t{feature - place.begin} * sizeof(float));
   }
 
  private:
-  template <class T>
-  PAGEDLORA_HOST_DEVICE const T* at(std::uint32_t offset) const {
-    return reinterpret_cast<const T*>(base_ + offset);
+  template <class T, std::size_t kAlignment = alignof(T)>
+  PAGEDLORA_HOST_DEVICE T record(std::uint32_t offset, std::uint32_t index) const {
+    static_assert(sizeof(T) % kAlignment == 0);  // and LoraTables sees to the offsets
+    return load<T, kAlignment>(base_ + offset + std::size_t{index} * sizeof(T));
   }
 
   const std::byte* base_;
   LoraTile tile_{};
-  const std::uint32_t* order_ = nullptr;
+  std::uint32_t order_ = 0;
   LoraTaskEntry task_{};
   LoraModuleEntry module_{};
 };
@@ -104,31 +119,30 @@ struct LoraThread {
   PAGEDLORA_HOST_DEVICE std::uint32_t rounds_of_block(std::uint32_t tokens_per_round) const {
     return index.block_y < reader.module().num_blocks ? reader.rounds(tokens_per_round) : 0;
   }
-  PAGEDLORA_HOST_DEVICE const LoraBlockEntry& block() const {
+  PAGEDLORA_HOST_DEVICE LoraBlockEntry block() const {
     return reader.block(reader.module().first_block + index.block_y);
   }
 };
 
 inline constexpr std::uint32_t kChunk = kMaxBlockRanks;  // elements that a lane takes at a time
 
-// `count` (1..8) elements from `from` on as float32, and zeros behind them. 16 bytes at a time if
-// there are 8 and they are aligned.
-template <class T>
-PAGEDLORA_HOST_DEVICE inline void load_chunk(const std::byte* from, std::uint32_t count,
-                                             float (&into)[kChunk]) {
-  using Eight = Pack<T, kChunk>;
+// `count` (1..8) weights from `from` on, and zeros behind them. 16 bytes at a time if there are 8 and
+// they are aligned.
+template <class W>
+PAGEDLORA_HOST_DEVICE inline Pack<W, kChunk> load_chunk(const std::byte* from,
+                                                        std::uint32_t count) {
+  using Eight = Pack<W, kChunk>;
   if (count == kChunk && is_multiple(from, Eight::kAlignment)) {
-    const Eight eight = load<Eight>(from);
-    PAGEDLORA_UNROLL
-    for (std::uint32_t i = 0; i < kChunk; ++i) {
-      into[i] = widen(eight.values[i]);
-    }
-    return;
+    return load<Eight>(from);
   }
+  Eight chunk{};
   PAGEDLORA_UNROLL
   for (std::uint32_t i = 0; i < kChunk; ++i) {
-    into[i] = i < count ? widen(load<T>(from + i * sizeof(T))) : 0.0F;
+    if (i < count) {
+      chunk.values[i] = load<W>(from + i * sizeof(W));
+    }
   }
+  return chunk;
 }
 
 // Offset in rank space, in floats, of the 8 numbers of one token and one block.

@@ -667,10 +667,12 @@ class GpuLoraOperator:
         max_tasks: int,
         ordinal: int = 0,
         for_graphs: bool = False,
+        starts_early: bool = False,
     ) -> None:
         """
         Tables for max_rows rows of a batch and max_tasks adapters. for_graphs: launches do not
         depend on the batch, so that a captured graph may be replayed after the next one.
+        starts_early: kernels load their weights while the one before them still runs.
         """
     def apply(
         self,

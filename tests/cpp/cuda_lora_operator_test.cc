@@ -62,7 +62,8 @@ class CudaLoraOperatorTest : public CudaCacheTest {
         config_, cuda::CudaLoraOptions{.max_rows = max_rows,
                                        .max_tasks = max_tasks,
                                        .layout = manager_->layout_params(),
-                                       .for_graphs = for_graphs});
+                                       .for_graphs = for_graphs,
+                                       .starts_early = true});
   }
 
   std::vector<CudaLoraOperator::Segment> segments_of(const BatchLease& lease,

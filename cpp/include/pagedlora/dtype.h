@@ -62,6 +62,13 @@ PAGEDLORA_HOST_DEVICE inline float widen(Bfloat16 value) {
 }
 
 PAGEDLORA_HOST_DEVICE inline float widen(Float16 value) {
+#if defined(__CUDA_ARCH__)
+  // Exact, too, in one instruction where what follows takes nine. A NaN loses its payload, which no
+  // kernel shows: narrow() knows one NaN.
+  float widened;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(widened) : "h"(value.bits));
+  return widened;
+#else
   const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
   const std::uint32_t magnitude = value.bits & 0x7FFFU;
   if (magnitude >= 0x7C00U) {  // infinity or NaN: the payload moves up unchanged
@@ -74,6 +81,7 @@ PAGEDLORA_HOST_DEVICE inline float widen(Float16 value) {
   // Subnormal: an integer multiple of 2^-24, exact in float32.
   const float scaled = static_cast<float>(magnitude) * 0x1p-24F;
   return internal::bit_cast<float>(sign | internal::bit_cast<std::uint32_t>(scaled));
+#endif
 }
 
 template <class To>

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "body/lora_expand.h"
@@ -31,6 +33,50 @@ struct LaunchOptions {
   std::uint32_t tokens_per_pass = 1;  // 1 or 4
   std::uint32_t num_tiles = 0;        // of the grid; 0: as many as there are
   std::mt19937* order = nullptr;      // of blocks and threads
+  std::uint32_t blocks_y = 0;         // of the grid of the shrink kernel; 0: max_blocks
+};
+
+// Memory that holds NaN until a thread has waited for the stream; what was written before is lost.
+class LateMemory {
+ public:
+  explicit LateMemory(std::vector<std::span<float>> memory) : memory_(std::move(memory)) {
+    for (const std::span<float> piece : memory_) {
+      content_.emplace_back(piece.begin(), piece.end());
+    }
+    cuda::host_wait = &on_wait_;
+  }
+  ~LateMemory() {
+    before_run();
+    on_wait_();
+    cuda::host_wait = nullptr;
+  }
+  LateMemory(const LateMemory&) = delete;
+  LateMemory& operator=(const LateMemory&) = delete;
+
+  void before_run() {
+    for (std::size_t i = 0; i < memory_.size(); ++i) {
+      if (is_there_) {
+        std::ranges::copy(memory_[i], content_[i].begin());
+      }
+      std::ranges::fill(memory_[i], std::numeric_limits<float>::quiet_NaN());
+    }
+    is_there_ = false;
+  }
+
+  int num_waits() const { return num_waits_; }
+
+ private:
+  std::vector<std::span<float>> memory_;
+  std::vector<std::vector<float>> content_;
+  bool is_there_ = true;
+  int num_waits_ = 0;
+  std::function<void()> on_wait_ = [this] {
+    ++num_waits_;
+    for (std::size_t i = 0; i < memory_.size() && !is_there_; ++i) {
+      std::ranges::copy(content_[i], memory_[i].begin());
+    }
+    is_there_ = true;
+  };
 };
 
 class LoraLaunches {
@@ -48,9 +94,11 @@ class LoraLaunches {
     cuda::with_dtype(dtype, [&]<class X>(X) {
       cuda::with_dtype(tables_.weights, [&]<class W>(W) {
         const auto run = [&]<class Body>(const Body&) {
-          run_on_host(
-              Body{tables_, module_, reinterpret_cast<const X*>(x), row_stride, rank_space_.data()},
-              num_tiles_, tables_.max_blocks, options_.order);
+          const std::uint32_t blocks_y =
+              options_.blocks_y == 0 ? tables_.max_blocks : options_.blocks_y;
+          run_on_host(Body{tables_, module_, reinterpret_cast<const X*>(x), row_stride,
+                           rank_space_.data(), blocks_y},
+                      num_tiles_, blocks_y, options_.order, before_run_);
         };
         options_.tokens_per_pass == 1 ? run(cuda::LoraShrink<X, W, 1>{})
                                       : run(cuda::LoraShrink<X, W, 4>{});
@@ -62,7 +110,7 @@ class LoraLaunches {
     cuda::with_dtype(tables_.weights, [&]<class W>(W) {
       run_on_host(
           cuda::LoraLookUp<W>{tables_, module_, token_ids.data(), factor, rank_space_.data()},
-          num_tiles_, tables_.max_blocks, options_.order);
+          num_tiles_, tables_.max_blocks, options_.order, before_run_);
     });
   }
 
@@ -73,7 +121,8 @@ class LoraLaunches {
           run_on_host(
               Body{tables_, module_, rank_space_.data(), reinterpret_cast<Y*>(y.data()), y.stride(),
                    base_bias == nullptr ? nullptr : reinterpret_cast<const Y*>(base_bias->data())},
-              num_tiles_, (y.features() + Body::kThreads - 1) / Body::kThreads, options_.order);
+              num_tiles_, (y.features() + Body::kThreads - 1) / Body::kThreads, options_.order,
+              before_run_);
         };
         options_.tokens_per_pass == 1 ? run(cuda::LoraExpand<Y, W, 1>{})
                                       : run(cuda::LoraExpand<Y, W, 4>{});
@@ -81,7 +130,10 @@ class LoraLaunches {
     });
   }
 
-  const std::vector<float>& rank_space() const { return rank_space_; }
+  std::vector<float>& rank_space() { return rank_space_; }
+
+  // Of all launches that follow: see run_on_host.h.
+  void call_before_run(std::function<void()> before_run) { before_run_ = std::move(before_run); }
 
  private:
   cuda::LoraTablesView tables_;
@@ -89,6 +141,7 @@ class LoraLaunches {
   LaunchOptions options_;
   std::uint32_t num_tiles_;
   std::vector<float> rank_space_;
+  std::function<void()> before_run_;
 };
 
 inline void apply_on_host(const cuda::LoraTables& tables, ModuleIndex module, Matrix& x, Matrix& y,

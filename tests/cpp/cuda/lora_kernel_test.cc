@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "cuda/lora_kernel_fixture.h"
@@ -24,6 +25,7 @@ using testing_support::config_of;
 using testing_support::kDtypes;
 using testing_support::kernel_rounding_bound;
 using testing_support::kModule;
+using testing_support::LateMemory;
 using testing_support::LaunchOptions;
 using testing_support::LoraLaunches;
 using testing_support::Matrix;
@@ -37,6 +39,11 @@ using testing_support::seeds;
 using testing_support::unowned;
 
 using Segments = std::vector<LoraTables::Segment>;
+
+std::span<float> floats_of(Matrix& matrix) {
+  return {reinterpret_cast<float*>(matrix.data()),
+          std::size_t{matrix.rows()} * static_cast<std::size_t>(matrix.stride())};
+}
 
 std::vector<std::uint32_t> few_seeds(int plain) {
   return seeds(static_cast<std::uint32_t>(testing_support::num_steps(plain)));
@@ -84,7 +91,7 @@ TEST(LoraKernelTest, NeitherTilesNorPassesNorTheGridNorTheOrderOfThreadsChangeAB
       for (const std::uint32_t tokens_per_pass : {1U, 4U}) {
         Matrix after = before;
         batch.tables.set_batch(batch.segments, tokens_per_tile);
-        const LaunchOptions options{tokens_per_pass, 64, &rng};
+        const LaunchOptions options{tokens_per_pass, 64, &rng, pick(rng, 1, 60)};
         apply_on_host(batch.tables, kModule, x, after, nullptr, options);
         ASSERT_EQ(after.bytes(), expected.bytes()) << tokens_per_tile << ", " << tokens_per_pass;
       }
@@ -211,6 +218,41 @@ TEST(LoraKernelTest, TheSumsAreInTheStatedOrder) {
     }
     ASSERT_EQ(after.get(0, o), before.get(0, o) + sum) << o;
   }
+}
+
+// A kernel that starts early may look for its weights, and no more, before those before it have ended
+// (kernel_index.h): x, y and rank space are theirs until then.
+TEST(LoraKernelTest, WhatEarlierKernelsWriteIsTouchedOnlyAfterTheWait) {
+  int num_waits = 0;
+  for (const std::uint32_t seed : few_seeds(8)) {
+    SCOPED_TRACE(seed_label(seed));
+    Rng rng(seed);
+    const std::uint32_t in = pick(rng, 1, 300);
+    const std::uint32_t out = pick(rng, 1, 200);
+    Batch batch(in, out, kDtypes[seed % 3], 0, rng);
+    Matrix x = Matrix::random(batch.num_tokens(), in, Dtype::float32, rng);
+    const Matrix before = Matrix::random(batch.num_tokens(), out, Dtype::float32, rng);
+    batch.tables.set_batch(batch.segments, 3);
+    Matrix expected = before;
+    apply_on_host(batch.tables, kModule, x, expected);
+    for (const std::uint32_t tokens_per_pass : {1U, 4U}) {
+      Matrix after = before;
+      LoraLaunches launches(batch.tables, kModule, {tokens_per_pass, 0, &rng});
+      {
+        LateMemory late({floats_of(x), launches.rank_space()});
+        launches.call_before_run([&] { late.before_run(); });
+        launches.shrink(x);
+        num_waits += late.num_waits();
+      }
+      {
+        LateMemory late({floats_of(after), launches.rank_space()});
+        launches.call_before_run([&] { late.before_run(); });
+        launches.expand(after);
+      }
+      ASSERT_EQ(after.bytes(), expected.bytes()) << tokens_per_pass;
+    }
+  }
+  EXPECT_GT(num_waits, 0);
 }
 
 // Infinity times a zero that nobody asked for would be NaN; so would what lies behind a part.

@@ -2,12 +2,14 @@
 // rounds, phases and threads. The end of the loop over threads is the barrier.
 //
 // With a generator, blocks and the threads of every phase come in random order: what depends on an
-// order that the device does not promise gives other results then.
+// order that the device does not promise gives other results then. `before_run` is called whenever a
+// thread goes on, before it has waited for the stream.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -26,7 +28,8 @@ inline std::vector<std::uint32_t> all_of(std::uint32_t count) {
 }
 
 template <class Body>
-void run_block_on_host(const Body& body, cuda::KernelIndex index, std::mt19937* order) {
+void run_block_on_host(const Body& body, cuda::KernelIndex index, std::mt19937* order,
+                       const std::function<void()>& before_run) {
   const auto shared = std::make_unique<typename Body::Shared>();
   std::memset(static_cast<void*>(shared.get()), 0xFF, sizeof(*shared));
   std::vector<typename Body::Thread> threads;
@@ -44,6 +47,9 @@ void run_block_on_host(const Body& body, cuda::KernelIndex index, std::mt19937* 
         std::shuffle(threads.begin(), threads.end(), *order);
       }
       for (const typename Body::Thread& thread : threads) {
+        if (before_run) {
+          before_run();
+        }
         body.run(phase, round, thread, *shared);
       }
     }
@@ -52,13 +58,13 @@ void run_block_on_host(const Body& body, cuda::KernelIndex index, std::mt19937* 
 
 template <class Body>
 void run_on_host(const Body& body, std::uint32_t blocks_x, std::uint32_t blocks_y,
-                 std::mt19937* order = nullptr) {
+                 std::mt19937* order = nullptr, const std::function<void()>& before_run = {}) {
   std::vector<std::uint32_t> blocks = all_of(blocks_x * blocks_y);
   if (order != nullptr) {
     std::shuffle(blocks.begin(), blocks.end(), *order);
   }
   for (const std::uint32_t block : blocks) {
-    run_block_on_host(body, {block % blocks_x, block / blocks_x, 0}, order);
+    run_block_on_host(body, {block % blocks_x, block / blocks_x, 0}, order, before_run);
   }
 }
 

@@ -75,7 +75,7 @@ cudaError_t launch_lora_shrink(const LoraLaunch& launch, const ShrinkArgs& args,
         const auto run = [&]<class Body>(const Body&) {
           run_on_host(
               Body{tables.view(), launch.module.value, behind(static_cast<const X*>(args.x)),
-                   args.x_row_stride, behind(launch.rank_space)},
+                   args.x_row_stride, behind(launch.rank_space), launch.tables.max_blocks},
               launch.num_tiles, launch.tables.max_blocks);
         };
         tokens == TokensPerPass::one ? run(LoraShrink<X, W, 1>{}) : run(LoraShrink<X, W, 4>{});

@@ -14,6 +14,7 @@ using Lock = std::unique_lock<std::mutex>;
 namespace {
 
 constexpr std::size_t kMisalignment = 256;  // the least that the runtime promises
+constexpr std::size_t kAddressSpace = std::size_t{1} << 47U;
 
 std::byte* map_memory(std::size_t bytes, int protection) {
   void* memory =
@@ -80,6 +81,18 @@ cudaError_t cudaGetDevice(int* gpu) {
   const Lock lock(runtime().mutex);
   *gpu = Runtime::current_gpu;
   return runtime().enter();
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*gpu*/) {
+  const Lock lock(runtime().mutex);
+  if (const cudaError_t error = runtime().enter(); error != cudaSuccess) {
+    return error;
+  }
+  if (attribute != cudaDevAttrComputeCapabilityMajor) {
+    runtime().violate("an attribute of a GPU that nobody knows");
+  }
+  *value = 9;
+  return cudaSuccess;
 }
 
 cudaError_t cudaSetDevice(int gpu) {
@@ -159,6 +172,9 @@ cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned int flags)
   }
   if (flags != (cudaHostAllocPortable | cudaHostAllocMapped)) {
     runtime().violate("pinned memory that not every GPU can read");
+  }
+  if (bytes > kAddressSpace) {
+    return runtime().failed(cudaErrorInvalidValue);
   }
   if (!has_room(bytes, -1)) {
     return runtime().failed(cudaErrorMemoryAllocation);

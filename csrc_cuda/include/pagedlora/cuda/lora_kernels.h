@@ -14,7 +14,7 @@
 //     4 + number of blocks + 1                               B t, and y
 // and 6 more where there is a bias or a DoRA scale.
 //
-// Launches return what cudaGetLastError says, enqueue one kernel on `stream`, and may be captured in
+// Launches return what the runtime says of them, enqueue one kernel on `stream`, and may be captured in
 // a graph: their grids follow from the arguments alone. What the arguments point to must stay until
 // the stream has done the work. Thread-safe.
 #pragma once
@@ -35,6 +35,10 @@ struct LoraLaunch {
   std::uint32_t num_tiles = 0;  // at least LoraTables::num_tiles(); for graphs tables.max_tokens
   // Of float32, [tables.max_tokens, tables.max_blocks, 8], aligned to 16: between shrink and expand.
   float* rank_space = nullptr;
+  // Kernels look up and load their weights while the kernel before them on the stream still runs, if
+  // that is one of these; all else waits for its end. What they find weights by, and the weights, must
+  // have been written before that one was launched. Of GPUs of compute capability 9.0 and newer.
+  bool starts_early = false;
 };
 
 // Tokens for which a thread block reads weights once: few for decode steps, more for prompts.

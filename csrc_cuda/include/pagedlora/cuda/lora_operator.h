@@ -42,6 +42,7 @@ struct CudaLoraOptions {
   LayoutParams layout;          // of the cache whose leases are given
   int ordinal = 0;              // the GPU
   bool for_graphs = false;      // launches are as large as max_rows, whatever the batch
+  bool starts_early = false;    // see LoraLaunch; nothing on GPUs that cannot
 };
 
 class CudaLoraOperator {
@@ -95,6 +96,7 @@ class CudaLoraOperator {
   void upload(void* stream);
   void upload(const LoraTables::Change& change, void* stream);
   void check(ModuleIndex module, ModuleKind kind, std::uint32_t num_rows) const;
+  bool can_start_early();
   struct LoraPass;
   LoraPass pass_of(ModuleIndex module) const;
   bool has_nothing_to_launch() const;
@@ -110,8 +112,9 @@ class CudaLoraOperator {
   std::uint64_t batch_ = 0;
   std::uint32_t num_rows_ = 0;
   bool shares_weights_ = false;  // among the rows of a tile
-  bool is_zeroed_ = false;       // table_, as tables_ is before the first task
-  bool is_stale_ = false;        // an upload failed: the GPU has not what tables_ says
+  bool starts_early_ = false;
+  bool is_zeroed_ = false;  // table_, as tables_ is before the first task
+  bool is_stale_ = false;   // an upload failed: the GPU has not what tables_ says
   std::vector<LoraTables::Segment> segments_;  // of set_batch, kept for its memory
 };
 
