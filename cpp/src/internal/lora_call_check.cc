@@ -1,13 +1,16 @@
 #include "internal/lora_call_check.h"
 
-#include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <span>
 #include <string>
 
 #include "pagedlora/errors.h"
 
 namespace pagedlora::internal {
 namespace {
+
+constexpr std::int64_t kNoStride = std::numeric_limits<std::int64_t>::max();  // not looked at
 
 void check_memory(const LoraCall& call) {
   const Activations& activations = call.activations;
@@ -28,7 +31,7 @@ void check_memory(const LoraCall& call) {
   }
 }
 
-void check_task(const TaskPages& task, const LoraCall& call) {
+[[noreturn]] void refuse_task(const TaskPages& task, const LoraCall& call) {
   if (task.dtype != call.weights_dtype) {
     throw InvalidArgumentError("pages of " + std::string(dtype_name(task.dtype)) +
                                " given to a LoraOperator for " +
@@ -39,53 +42,58 @@ void check_task(const TaskPages& task, const LoraCall& call) {
         "the adapters of this batch lie in a GPU's memory, which a LoraOperator cannot read; use "
         "a CudaLoraOperator, or a cache on the CPU");
   }
-  if (call.module.value >= task.layout->num_modules()) {
-    throw InvalidArgumentError("module index " + std::to_string(call.module.value) +
-                               " given for a model with " +
-                               std::to_string(task.layout->num_modules()) + " LoRA modules");
-  }
+  throw InvalidArgumentError("module index " + std::to_string(call.module.value) +
+                             " given for a model with " +
+                             std::to_string(task.layout->num_modules()) + " LoRA modules");
 }
 
-void check_kind(const RowShape& row, const LoraCall& call) {
-  if (row.kind != call.kind) {
-    throw InvalidArgumentError("module index " + std::to_string(call.module.value) +
-                               (call.kind == ModuleKind::linear
-                                    ? " is an embedding: give its tokens to apply_embedding()"
-                                    : " is linear: give its input to apply()"));
-  }
+[[noreturn]] void refuse_kind(const LoraCall& call) {
+  throw InvalidArgumentError("module index " + std::to_string(call.module.value) +
+                             (call.kind == ModuleKind::linear
+                                  ? " is an embedding: give its tokens to apply_embedding()"
+                                  : " is linear: give its input to apply()"));
 }
 
-void check_stride(const char* name, std::int64_t stride, std::uint32_t width, ModuleIndex module) {
-  if (stride < std::int64_t{width}) {
-    throw InvalidArgumentError("the row stride of " + std::string(name) + " is " +
-                               std::to_string(stride) +
-                               " elements, and adapters of the batch use " + std::to_string(width) +
-                               " of each row of module index " + std::to_string(module.value) +
-                               ": give a stride of as many or more");
-  }
+[[noreturn]] void refuse_stride(const char* name, std::int64_t stride, std::uint32_t width,
+                                ModuleIndex module) {
+  throw InvalidArgumentError("the row stride of " + std::string(name) + " is " +
+                             std::to_string(stride) + " elements, and adapters of the batch use " +
+                             std::to_string(width) + " of each row of module index " +
+                             std::to_string(module.value) + ": give a stride of as many or more");
 }
 
 }  // namespace
 
 void check_call(const LoraCall& call) {
   check_memory(call);
-  std::uint32_t x_width = 0;
-  std::uint32_t y_width = 0;
+  const Activations& activations = call.activations;
+  const bool has_strides = activations.num_rows > 1;  // one row has whatever stride torch gives it
+  const std::int64_t x_stride =
+      has_strides && call.kind == ModuleKind::linear ? activations.x_row_stride : kNoStride;
+  const std::int64_t y_stride = has_strides ? activations.y_row_stride : kNoStride;
+  const Layout* last = nullptr;  // neighbours are often of one shape
   for (const LoraBatch::Run& run : call.batch.runs()) {
-    check_task(run.task, call);
-    const auto [first_row, end_row] = run.task.layout->rows_of(call.module);
-    for (std::uint32_t row = first_row; row < end_row; ++row) {
-      const RowShape& shape = run.task.layout->rows()[row];
-      check_kind(shape, call);
-      x_width = std::max(x_width, shape.in.offset + shape.in.length);
-      y_width = std::max(y_width, shape.out.offset + shape.out.length);
+    const Layout* const layout = run.task.layout;
+    if (run.task.dtype != call.weights_dtype || !run.task.is_cpu_readable ||
+        call.module.value >= layout->num_modules()) {
+      refuse_task(run.task, call);
     }
-  }
-  if (call.batch.num_rows() > 1) {  // tensors of one row have whatever stride there
-    if (call.kind == ModuleKind::linear) {
-      check_stride("x", call.activations.x_row_stride, x_width, call.module);
+    if (layout == last) {
+      continue;
     }
-    check_stride("y", call.activations.y_row_stride, y_width, call.module);
+    last = layout;
+    const auto [first_row, end_row] = layout->rows_of(call.module);
+    for (const RowShape& row : std::span(layout->rows()).subspan(first_row, end_row - first_row)) {
+      if (row.kind != call.kind) {
+        refuse_kind(call);
+      }
+      if (x_stride < std::int64_t{row.in.offset} + row.in.length) {
+        refuse_stride("x", x_stride, row.in.offset + row.in.length, call.module);
+      }
+      if (y_stride < std::int64_t{row.out.offset} + row.out.length) {
+        refuse_stride("y", y_stride, row.out.offset + row.out.length, call.module);
+      }
+    }
   }
 }
 
