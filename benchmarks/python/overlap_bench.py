@@ -15,7 +15,7 @@ from benchmarks.python.harness import Result
 from pagedlora import LoraManager, LoraModelConfig, PeftCacheConfig, PeftCacheManager
 from pagedlora.demo.generated_adapters import ALL_LINEAR, AdapterShape, write_adapters
 from pagedlora.demo.smollm2 import fetch_smollm2
-from pagedlora.engine.loading import skeleton
+from pagedlora.engine.pretrained import skeleton
 
 RESIDENT = 8
 LOADING = 10

@@ -9,9 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "argument.h"
 #include "bindings.h"
 #include "error_translation.h"
 #include "pagedlora/batch_lease.h"
+#include "pagedlora/errors.h"
 #include "pagedlora/task_entries.h"
 #include "stream_argument.h"
 
@@ -55,10 +57,10 @@ void register_entries(py::module_& module) {
       .def_readonly("module_name", &Entry::module_name);
 }
 
-const BatchLease::LeasedTask& leased_task(const BatchLease& self, std::uint64_t request) {
-  const BatchLease::LeasedTask* leased = self.find(RequestId{request});
+const BatchLease::LeasedTask& leased_task(const BatchLease& self, RequestId request) {
+  const BatchLease::LeasedTask* leased = self.find(request);
   if (leased == nullptr) {
-    throw py::key_error(std::to_string(request));
+    throw RequestNotLeasedError(request);
   }
   return *leased;
 }
@@ -74,14 +76,14 @@ std::vector<std::uint64_t> request_ids(const BatchLease& self) {
 
 using Entries = std::vector<TaskLayerModuleConfig>;
 
-Entries entries_of(const BatchLease& self, std::uint64_t request) {
+Entries entries_of(const BatchLease& self, RequestId request) {
   return task_entries(leased_task(self, request).pages, self.config());
 }
 
 std::vector<Entries> all_entries(const BatchLease& self) {
   std::vector<Entries> values;
   for (const std::uint64_t request : request_ids(self)) {
-    values.push_back(entries_of(self, request));
+    values.push_back(entries_of(self, RequestId{request}));
   }
   return values;
 }
@@ -89,14 +91,21 @@ std::vector<Entries> all_entries(const BatchLease& self) {
 std::vector<std::pair<std::uint64_t, Entries>> items_of(const BatchLease& self) {
   std::vector<std::pair<std::uint64_t, Entries>> items;
   for (const std::uint64_t request : request_ids(self)) {
-    items.emplace_back(request, entries_of(self, request));
+    items.emplace_back(request, entries_of(self, RequestId{request}));
   }
   return items;
 }
 
-py::object get_entries(const BatchLease& self, std::uint64_t request, py::object fallback) {
-  return self.has_request(RequestId{request}) ? py::cast(entries_of(self, request))
-                                              : std::move(fallback);
+py::object get_entries(const BatchLease& self, RequestArgument request, py::object fallback) {
+  return self.has_request(to_id(request)) ? py::cast(entries_of(self, to_id(request)))
+                                          : std::move(fallback);
+}
+
+// What is no id is not in there, as in any mapping.
+bool contains(const BatchLease& self, const py::object& request) {
+  py::detail::make_caster<std::uint64_t> id;
+  return id.load(request, true) &&
+         self.has_request(RequestId{py::detail::cast_op<std::uint64_t>(id)});
 }
 
 std::set<std::uint32_t> touched_modules(const BatchLease& self) {
@@ -125,12 +134,10 @@ void register_lease(py::module_& module) {
       "Entries are made when asked for. Close it after the last read; it is a context manager.\n"
       "Whatever reads pages raises LeaseClosedError afterwards. Thread-safe.",
       py::release_gil_before_calling_cpp_dtor());
-  type.def("__getitem__", &entries_of)
+  type.def("__getitem__", [](const BatchLease& self,
+                             RequestArgument request) { return entries_of(self, to_id(request)); })
       .def("__len__", [](const BatchLease& self) { return self.requests().size(); })
-      .def("__contains__",
-           [](const BatchLease& self, std::uint64_t request) {
-             return self.has_request(RequestId{request});
-           })
+      .def("__contains__", &contains)
       .def("__iter__", [](const BatchLease& self) { return py::iter(py::cast(request_ids(self))); })
       .def("keys", &request_ids)
       .def("values", &all_entries)
@@ -138,8 +145,8 @@ void register_lease(py::module_& module) {
       .def("get", &get_entries, "request_id"_a, "default"_a = py::none())
       .def(
           "task_of",
-          [](const BatchLease& self, std::uint64_t request) {
-            return leased_task(self, request).task.value;
+          [](const BatchLease& self, RequestArgument request) {
+            return leased_task(self, to_id(request)).task.value;
           },
           "request_id"_a)
       .def("touched_modules", &touched_modules,

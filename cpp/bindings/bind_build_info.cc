@@ -1,10 +1,10 @@
 #include <pybind11/pybind11.h>
 
-#include <stdexcept>
 #include <string>
 
 #include "bindings.h"
 #include "isa_argument.h"
+#include "pagedlora/errors.h"
 
 namespace pagedlora::bindings {
 namespace py = pybind11;
@@ -17,13 +17,13 @@ Isa isa_argument(std::string_view name) {
   for (const Isa isa : kIsas) {
     if (name == isa_name(isa)) {
       if (isa > best_isa()) {
-        throw py::value_error("this processor or build has no " + std::string(name));
+        throw InvalidArgumentError("this processor or build has no " + std::string(name));
       }
       return isa;
     }
     known.append(isa == Isa::avx512 ? " and \"" : ", \"").append(isa_name(isa)).append("\"");
   }
-  throw py::value_error("isa is \"" + std::string(name) + "\"; " + known + " are known");
+  throw InvalidArgumentError("isa is \"" + std::string(name) + "\"; " + known + " are known");
 }
 
 void register_build_info(py::module_& module) {

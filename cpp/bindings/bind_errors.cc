@@ -61,6 +61,8 @@ py::object translate(const std::exception_ptr& pointer) {
     return make("GpuCallError", error, "call"_a = error.call, "error_name"_a = error.error_name);
   } catch (const RequestConflictError& error) {
     return make("RequestConflictError", error);
+  } catch (const RequestNotLeasedError& error) {
+    return make("RequestNotLeasedError", error, "request_id"_a = error.request.value);
   } catch (const LeaseClosedError& error) {
     return make("LeaseClosedError", error);
   } catch (const InvalidArgumentError& error) {

@@ -9,9 +9,11 @@
 #include <utility>
 #include <vector>
 
+#include "argument.h"
 #include "bindings.h"
 #include "isa_argument.h"
 #include "leased_batch.h"
+#include "pagedlora/errors.h"
 #include "pagedlora/lora_operator.h"
 #include "pagedlora/process_mark.h"
 
@@ -21,6 +23,16 @@ using py::literals::operator""_a;
 namespace {
 
 using PySegments = std::vector<std::pair<std::optional<std::uint64_t>, std::uint32_t>>;
+using SegmentsArgument =
+    Argument<PySegments, "segments", "a list of (request id or None, number of rows)">;
+using LeaseArgument = Argument<std::optional<std::shared_ptr<BatchLease>>, "lease",
+                               "a BatchLease, or None where no row has an adapter">;
+using BatchArgument = Argument<const LeasedBatch*, "batch", "a LoraBatch">;
+using DtypeArgument = Argument<Dtype, "dtype", "a pagedlora.Dtype">;
+using ModuleArgument = Argument<std::uint32_t, "module_index">;
+using YArgument = Argument<std::uintptr_t, "y_ptr">;
+using RowsArgument = Argument<std::uint32_t, "num_rows">;
+using YStrideArgument = Argument<std::int64_t, "y_row_stride">;
 
 std::vector<LoraBatch::Segment> resolve(const BatchLease* lease, const PySegments& segments) {
   std::vector<LoraBatch::Segment> resolved;
@@ -31,7 +43,7 @@ std::vector<LoraBatch::Segment> resolve(const BatchLease* lease, const PySegment
       const BatchLease::LeasedTask* task =
           lease == nullptr ? nullptr : lease->find(RequestId{*request});
       if (task == nullptr) {
-        throw py::key_error("request " + std::to_string(*request) + " is not in the lease");
+        throw RequestNotLeasedError(RequestId{*request});
       }
       segment.task = task->pages;
     }
@@ -49,26 +61,30 @@ struct SharedLoraOperator {
   std::mutex mutex;
 };
 
-void apply(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
-           std::uintptr_t x, std::uintptr_t y, std::uint32_t num_rows, std::int64_t x_row_stride,
-           std::int64_t y_row_stride, Dtype dtype, std::uintptr_t base_bias) {
+void apply(SharedLoraOperator& self, BatchArgument leased, ModuleArgument module,
+           Argument<std::uintptr_t, "x_ptr"> x, YArgument y, RowsArgument num_rows,
+           Argument<std::int64_t, "x_row_stride"> x_row_stride, YStrideArgument y_row_stride,
+           DtypeArgument dtype, Argument<std::uintptr_t, "base_bias_ptr"> base_bias) {
   self.process.check("this LoRA operator");
-  const auto held = leased.hold_open();
+  const auto held = leased.value->hold_open();
   const std::scoped_lock lock(self.mutex);
-  self.lora.apply(leased.batch, ModuleIndex{module},
-                  {std::bit_cast<const void*>(x), std::bit_cast<void*>(y), x_row_stride,
-                   y_row_stride, num_rows, dtype, std::bit_cast<const void*>(base_bias)});
+  self.lora.apply(leased.value->batch, ModuleIndex{module.value},
+                  {std::bit_cast<const void*>(x.value), std::bit_cast<void*>(y.value),
+                   x_row_stride.value, y_row_stride.value, num_rows.value, dtype.value,
+                   std::bit_cast<const void*>(base_bias.value)});
 }
 
-void apply_embedding(SharedLoraOperator& self, const LeasedBatch& leased, std::uint32_t module,
-                     std::uintptr_t token_ids, std::uintptr_t y, std::uint32_t num_rows,
-                     std::int64_t y_row_stride, Dtype dtype, float factor) {
+void apply_embedding(SharedLoraOperator& self, BatchArgument leased, ModuleArgument module,
+                     Argument<std::uintptr_t, "token_ids_ptr"> token_ids, YArgument y,
+                     RowsArgument num_rows, YStrideArgument y_row_stride, DtypeArgument dtype,
+                     Argument<float, "factor"> factor) {
   self.process.check("this LoRA operator");
-  const auto held = leased.hold_open();
+  const auto held = leased.value->hold_open();
   const std::scoped_lock lock(self.mutex);
-  self.lora.apply_embedding(leased.batch, ModuleIndex{module},
-                            {std::bit_cast<const std::int64_t*>(token_ids), std::bit_cast<void*>(y),
-                             y_row_stride, num_rows, dtype, factor});
+  self.lora.apply_embedding(
+      leased.value->batch, ModuleIndex{module.value},
+      {std::bit_cast<const std::int64_t*>(token_ids.value), std::bit_cast<void*>(y.value),
+       y_row_stride.value, num_rows.value, dtype.value, factor.value});
 }
 
 }  // namespace
@@ -76,11 +92,11 @@ void apply_embedding(SharedLoraOperator& self, const LeasedBatch& leased, std::u
 void register_lora_operator(py::module_& module) {
   py::class_<LeasedBatch>(module, "LoraBatch", "Which rows of a batch use which leased adapter.",
                           py::release_gil_before_calling_cpp_dtor())
-      .def(py::init([](std::shared_ptr<BatchLease> lease, const PySegments& segments) {
-             return LeasedBatch{LoraBatch(resolve(lease.get(), segments)), std::move(lease)};
+      .def(py::init([](LeaseArgument given, const SegmentsArgument& segments) {
+             std::shared_ptr<BatchLease> lease = std::move(given.value).value_or(nullptr);
+             return LeasedBatch{LoraBatch(resolve(lease.get(), segments.value)), std::move(lease)};
            }),
-           "lease"_a.none(true), "segments"_a,
-           "Segments (request id or None, number of rows) in row order.")
+           "lease"_a, "segments"_a, "Segments (request id or None, number of rows) in row order.")
       .def_property_readonly("num_rows",
                              [](const LeasedBatch& self) { return self.batch.num_rows(); })
       .def_property_readonly("num_runs",
@@ -97,8 +113,8 @@ void register_lora_operator(py::module_& module) {
 
   py::class_<SharedLoraOperator>(module, "LoraOperator",
                                  "y += scale * B (A x), from cache pages. Thread-safe.")
-      .def(py::init([](Dtype dtype, const std::string& isa) {
-             return std::make_unique<SharedLoraOperator>(dtype, isa_argument(isa));
+      .def(py::init([](DtypeArgument dtype, const TextArgument<"isa", "a string">& isa) {
+             return std::make_unique<SharedLoraOperator>(dtype.value, isa_argument(isa.value));
            }),
            "dtype"_a, "isa"_a = "auto")
       .def(
@@ -113,7 +129,8 @@ void register_lora_operator(py::module_& module) {
           "model, and of adapters that do not touch the module, are left alone. Raises\n"
           "LeaseClosedError after the batch's lease was closed, InvalidArgumentError if num_rows "
           "is\n"
-          "not the batch's.")
+          "not the batch's, a pointer is 0, or a row's stride is less than what adapters use of "
+          "it.")
       .def("apply_embedding", &apply_embedding, "batch"_a, "module_index"_a, "token_ids_ptr"_a,
            "y_ptr"_a, "num_rows"_a, "y_row_stride"_a, "dtype"_a, "factor"_a = 1.0F,
            py::call_guard<py::gil_scoped_release>(),

@@ -5,7 +5,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "argument.h"
 #include "bindings.h"
 #include "pagedlora/lora_module.h"
 
@@ -26,10 +29,14 @@ void register_model(py::module_& module) {
       .finalize();
 
   py::class_<LoraModule>(module, "LoraModule", "One layer of the model that can carry LoRA.")
-      .def(py::init([](std::string name, std::int64_t in_features, std::int64_t out_features,
-                       std::int32_t layer_id, std::int32_t module_id, ModuleKind kind) {
-             return LoraModule{std::move(name), layer_id,     module_id,
-                               in_features,     out_features, kind};
+      .def(py::init([](TextArgument<"name", "a string"> name,
+                       Argument<std::int64_t, "in_features"> in_features,
+                       Argument<std::int64_t, "out_features"> out_features,
+                       Argument<std::int32_t, "layer_id"> layer_id,
+                       Argument<std::int32_t, "module_id"> module_id,
+                       Argument<ModuleKind, "kind", "a ModuleKind"> kind) {
+             return LoraModule{std::move(name.value), layer_id.value,     module_id.value,
+                               in_features.value,     out_features.value, kind.value};
            }),
            "name"_a, "in_features"_a, "out_features"_a, "layer_id"_a = -1, "module_id"_a = -1,
            "kind"_a = ModuleKind::linear)
@@ -48,15 +55,21 @@ void register_model(py::module_& module) {
 
   py::class_<LoraModelConfig, py::smart_holder>(module, "LoraModelConfig",
                                                 "What a model offers to LoRA.")
-      .def(py::init<std::vector<LoraModule>, Dtype, std::int32_t>(), "modules"_a, "dtype"_a,
-           "max_lora_rank"_a = 64)
+      .def(py::init([](Argument<std::vector<LoraModule>, "modules", "a list of LoraModule"> modules,
+                       Argument<Dtype, "dtype", "a pagedlora.Dtype"> dtype,
+                       Argument<std::int32_t, "max_lora_rank"> max_lora_rank) {
+             return std::make_unique<LoraModelConfig>(std::move(modules.value), dtype.value,
+                                                      max_lora_rank.value);
+           }),
+           "modules"_a, "dtype"_a, "max_lora_rank"_a = 64)
       .def_property_readonly("modules", &LoraModelConfig::modules)
       .def_property_readonly("dtype", &LoraModelConfig::dtype)
       .def_property_readonly("max_lora_rank", &LoraModelConfig::max_lora_rank)
       .def(
           "find",
-          [](const LoraModelConfig& self, const std::string& name) -> std::optional<std::uint32_t> {
-            const std::optional<ModuleIndex> index = self.find(name);
+          [](const LoraModelConfig& self,
+             const TextArgument<"name", "a string">& name) -> std::optional<std::uint32_t> {
+            const std::optional<ModuleIndex> index = self.find(name.value);
             return index ? std::optional(index->value) : std::nullopt;
           },
           "name"_a, "Position of the module in `modules`, or None.");

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "argument.h"
 #include "bindings.h"
 #include "error_translation.h"
 #include "pagedlora/errors.h"
@@ -33,7 +34,11 @@ namespace {
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using PyOwners = std::unordered_map<std::uint64_t, std::set<std::uint64_t>>;
 
-Tier tier_argument(const std::string& name) {
+template <Literal kName>
+using FlagArgument = Argument<bool, kName, "True or False">;
+using TierArgument = TextArgument<"tier", "'host' or 'device'">;
+
+Tier tier_of(const std::string& name) {
   if (name == "host") {
     return Tier::host;
   }
@@ -95,16 +100,17 @@ std::shared_ptr<PeftCacheManager> make_manager(
 }
 
 std::shared_ptr<BatchLease> ensure_batch(PeftCacheManager& self,
-                                         const std::vector<std::uint64_t>& requests,
-                                         bool reset_device_cache, const py::object& stream) {
+                                         const std::vector<RequestArgument>& requests,
+                                         FlagArgument<"reset_gpu_cache"> reset_device_cache,
+                                         const py::object& stream) {
   std::vector<RequestId> ids;
   ids.reserve(requests.size());
-  for (const std::uint64_t request : requests) {
-    ids.push_back(RequestId{request});
+  for (const RequestArgument request : requests) {
+    ids.push_back(to_id(request));
   }
   void* const last_reads = stream_argument(stream);
   const py::gil_scoped_release release;
-  return self.ensure_batch(ids, reset_device_cache, last_reads);
+  return self.ensure_batch(ids, reset_device_cache.value, last_reads);
 }
 
 const char* state_name(AdapterState state) {
@@ -123,7 +129,10 @@ const char* state_name(AdapterState state) {
 
 // (task, tier, whether it was loaded)
 using PyOutcomes = std::vector<std::tuple<std::uint64_t, std::string, bool>>;
-using PyAgree = std::function<PyOutcomes(const PyOutcomes&)>;
+using PyAgree = std::function<py::object(const PyOutcomes&)>;
+using AgreeArgument = Argument<std::optional<PyAgree>, "agree", "a function, or None">;
+using AgreedArgument =
+    Argument<PyOutcomes, "what agree returned", "a list of (task id, tier, whether it was loaded)">;
 
 // The callback runs without the manager's lock and with the GIL.
 Agree to_agree(const std::optional<PyAgree>& agree) {
@@ -138,16 +147,19 @@ Agree to_agree(const std::optional<PyAgree>& agree) {
                             outcome.loaded);
     }
     std::vector<LoadOutcome> agreed;
-    for (const auto& [task, tier, loaded] : agree(outcomes)) {
-      agreed.push_back({TaskId{task}, tier_argument(tier), loaded});
+    py::detail::make_caster<AgreedArgument> caster;
+    const py::object answer = agree(outcomes);
+    caster.load(answer, true);
+    for (const auto& [task, tier, loaded] : py::detail::cast_op<AgreedArgument>(caster).value) {
+      agreed.push_back({TaskId{task}, tier_of(tier), loaded});
     }
     return agreed;
   };
 }
 
 std::vector<std::uint64_t> poll(PeftCacheManager& self, double timeout_s,
-                                const std::optional<PyAgree>& agree) {
-  const Agree agreement = to_agree(agree);
+                                const AgreeArgument& agree) {
+  const Agree agreement = to_agree(agree.value);
   std::vector<std::uint64_t> ids;
   const py::gil_scoped_release release;
   for (const RequestId request : self.poll(to_time(timeout_s), agreement)) {
@@ -167,10 +179,10 @@ py::object optional_error(Query query) {
   return error == nullptr ? py::none() : to_python_exception(error);
 }
 
-void prefetch(PeftCacheManager& self, const std::vector<std::uint64_t>& tasks) {
+void prefetch(PeftCacheManager& self, const std::vector<TaskArgument>& tasks) {
   std::vector<TaskId> window;
-  for (const std::uint64_t task : tasks) {
-    window.push_back(TaskId{task});
+  for (const TaskArgument task : tasks) {
+    window.push_back(to_id(task));
   }
   self.prefetch(window);
 }
@@ -201,9 +213,9 @@ std::map<std::string, std::uint64_t> iteration_stats(PeftCacheManager& self) {
 using GatherTarget =
     std::tuple<RowShape, std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 
-void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& tier,
+void gather_rows(PeftCacheManager& self, TaskArgument task, const TierArgument& tier,
                  const std::vector<GatherTarget>& targets) {
-  self.read_task(TaskId{task}, tier_argument(tier),
+  self.read_task(to_id(task), tier_of(tier.value),
                  [&](const TaskPages& pages, const AdapterPlan& plan) {
                    // The caller's memory fits the rows that it asked about before: compare first.
                    std::vector<RowShape> expected;
@@ -224,10 +236,10 @@ void gather_rows(PeftCacheManager& self, std::uint64_t task, const std::string& 
                  });
 }
 
-std::vector<RowShape> task_rows(PeftCacheManager& self, std::uint64_t task,
-                                const std::string& tier) {
+std::vector<RowShape> task_rows(PeftCacheManager& self, TaskArgument task,
+                                const TierArgument& tier) {
   std::vector<RowShape> rows;
-  self.read_task(TaskId{task}, tier_argument(tier),
+  self.read_task(to_id(task), tier_of(tier.value),
                  [&](const TaskPages&, const AdapterPlan& plan) { rows = plan.row_shapes(); });
   return rows;
 }
@@ -277,15 +289,15 @@ void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCac
           "plan"_a.none(false), ReleaseGil())
       .def(
           "add_request_peft",
-          [](PeftCacheManager& self, std::uint64_t request, std::uint64_t task,
+          [](PeftCacheManager& self, RequestArgument request, TaskArgument task,
              const CarriedWeights* weights, bool started) {
-            self.add_request_peft(RequestId{request}, TaskId{task}, weights, started);
+            self.add_request_peft(to_id(request), to_id(task), weights, started);
           },
           "request_id"_a, "task_id"_a, "weights"_a = nullptr, "started"_a = false, ReleaseGil())
       .def(
           "mark_request_done",
-          [](PeftCacheManager& self, std::uint64_t request, bool pause) {
-            self.mark_request_done(RequestId{request}, pause);
+          [](PeftCacheManager& self, RequestArgument request, FlagArgument<"pause"> pause) {
+            self.mark_request_done(to_id(request), pause.value);
           },
           "request_id"_a, "pause"_a = false, ReleaseGil())
       .def("ensure_batch", &ensure_batch, "request_ids"_a, "reset_device_cache"_a = false,
@@ -299,20 +311,20 @@ void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCac
           },
           "timeout_s"_a, ReleaseGil())
       .def(
-          "pin", [](PeftCacheManager& self, std::uint64_t task) { self.pin(TaskId{task}); },
+          "pin", [](PeftCacheManager& self, TaskArgument task) { self.pin(to_id(task)); },
           "task_id"_a, ReleaseGil())
       .def(
-          "unpin", [](PeftCacheManager& self, std::uint64_t task) { self.unpin(TaskId{task}); },
+          "unpin", [](PeftCacheManager& self, TaskArgument task) { self.unpin(to_id(task)); },
           "task_id"_a, ReleaseGil())
       .def(
           "unregister_task",
-          [](PeftCacheManager& self, std::uint64_t task) { self.unregister_task(TaskId{task}); },
+          [](PeftCacheManager& self, TaskArgument task) { self.unregister_task(to_id(task)); },
           "task_id"_a, ReleaseGil())
       .def("reset_device_cache", &PeftCacheManager::reset_device_cache, ReleaseGil())
       .def(
           "evict_unowned",
-          [](PeftCacheManager& self, const std::string& tier) {
-            self.evict_unowned(tier_argument(tier));
+          [](PeftCacheManager& self, const TierArgument& tier) {
+            self.evict_unowned(tier_of(tier.value));
           },
           "tier"_a, ReleaseGil())
       .def("gather_rows", &gather_rows, "task_id"_a, "tier"_a, "targets"_a, ReleaseGil())
@@ -323,45 +335,45 @@ void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCac
 void register_manager_queries(
     py::class_<PeftCacheManager, std::shared_ptr<PeftCacheManager>>& type) {
   const auto by_tier = [](auto query) {
-    return [query](const PeftCacheManager& self, const std::string& tier) {
-      return (self.*query)(tier_argument(tier));
+    return [query](const PeftCacheManager& self, const TierArgument& tier) {
+      return (self.*query)(tier_of(tier.value));
     };
   };
   type.def("task_rows", &task_rows, "task_id"_a, "tier"_a, ReleaseGil())
       .def(
           "is_task_cached",
-          [](const PeftCacheManager& self, std::uint64_t task, const std::string& tier) {
-            return self.is_task_cached(TaskId{task}, tier_argument(tier));
+          [](const PeftCacheManager& self, TaskArgument task, const TierArgument& tier) {
+            return self.is_task_cached(to_id(task), tier_of(tier.value));
           },
           "task_id"_a, "tier"_a, ReleaseGil())
       .def(
           "is_task_done",
-          [](const PeftCacheManager& self, std::uint64_t task) {
-            return self.is_task_done(TaskId{task});
+          [](const PeftCacheManager& self, TaskArgument task) {
+            return self.is_task_done(to_id(task));
           },
           "task_id"_a, ReleaseGil())
       .def(
           "is_task_done_device",
-          [](const PeftCacheManager& self, std::uint64_t task) {
-            return self.is_task_done_device(TaskId{task});
+          [](const PeftCacheManager& self, TaskArgument task) {
+            return self.is_task_done_device(to_id(task));
           },
           "task_id"_a, ReleaseGil())
       .def(
           "adapter_state",
-          [](const PeftCacheManager& self, std::uint64_t request) {
-            return state_name(self.adapter_state(RequestId{request}));
+          [](const PeftCacheManager& self, RequestArgument request) {
+            return state_name(self.adapter_state(to_id(request)));
           },
           "request_id"_a, ReleaseGil())
       .def(
           "adapter_error",
-          [](const PeftCacheManager& self, std::uint64_t request) {
-            return optional_error([&] { return self.adapter_error(RequestId{request}); });
+          [](const PeftCacheManager& self, RequestArgument request) {
+            return optional_error([&] { return self.adapter_error(to_id(request)); });
           },
           "request_id"_a)
       .def(
           "load_error",
-          [](const PeftCacheManager& self, std::uint64_t task) {
-            return optional_error([&] { return self.load_error(TaskId{task}); });
+          [](const PeftCacheManager& self, TaskArgument task) {
+            return optional_error([&] { return self.load_error(to_id(task)); });
           },
           "task_id"_a)
       .def(
@@ -377,14 +389,14 @@ void register_manager_queries(
       .def("get_and_reset_iteration_stats", &iteration_stats, ReleaseGil())
       .def(
           "is_owner",
-          [](const PeftCacheManager& self, std::uint64_t request) {
-            return self.task_of(RequestId{request}).has_value();
+          [](const PeftCacheManager& self, RequestArgument request) {
+            return self.task_of(to_id(request)).has_value();
           },
           "request_id"_a, ReleaseGil())
       .def(
           "has_started",
-          [](const PeftCacheManager& self, std::uint64_t request) {
-            return self.has_started(RequestId{request});
+          [](const PeftCacheManager& self, RequestArgument request) {
+            return self.has_started(to_id(request));
           },
           "request_id"_a, ReleaseGil())
       .def(
@@ -401,9 +413,7 @@ void register_manager_queries(
           [](const PeftCacheManager& self) { return to_python(self.paused_tasks()); }, ReleaseGil())
       .def(
           "num_pages_of_task",
-          [](PeftCacheManager& self, std::uint64_t task) {
-            return self.num_pages_of(TaskId{task});
-          },
+          [](PeftCacheManager& self, TaskArgument task) { return self.num_pages_of(to_id(task)); },
           "task_id"_a, ReleaseGil())
       .def(
           "num_pages_of_plan",

@@ -7,7 +7,7 @@
 
 namespace pagedlora::bindings {
 
-// Throws ValueError for an unknown name or one that cannot run here.
+// Throws InvalidArgumentError for an unknown name or one that cannot run here.
 Isa isa_argument(std::string_view name);
 
 }  // namespace pagedlora::bindings

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "pagedlora/batch_lease.h"
+#include "pagedlora/errors.h"
 #include "pagedlora/lora_operator.h"
 
 namespace pagedlora::bindings {
@@ -24,7 +25,8 @@ struct LeasedBatch {
   }
 };
 
-// As BatchLease::find for who holds the lease open, which find() would do again. Throws KeyError.
+// As BatchLease::find for who holds the lease open, which find() would do again. Throws
+// RequestNotLeasedError.
 // There is none of a null lease.
 inline const BatchLease::LeasedTask& held_task(const BatchLease* lease, RequestId request) {
   if (lease != nullptr) {
@@ -35,7 +37,7 @@ inline const BatchLease::LeasedTask& held_task(const BatchLease* lease, RequestI
       return lease->tasks()[found->position];
     }
   }
-  throw pybind11::key_error("request " + std::to_string(request.value) + " is not in the lease");
+  throw RequestNotLeasedError(request);
 }
 
 }  // namespace pagedlora::bindings

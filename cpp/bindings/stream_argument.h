@@ -6,6 +6,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "argument.h"
+
 namespace pagedlora::bindings {
 
 // None: no stream. Else an object of torch, or the number of a stream; 0 is torch's default stream,
@@ -15,8 +17,15 @@ inline void* stream_argument(const pybind11::object& stream) {
   if (stream.is_none()) {
     return nullptr;
   }
-  const pybind11::int_ address(pybind11::getattr(stream, "cuda_stream", stream));
-  const auto number = address.cast<std::uintptr_t>();
+  const pybind11::object address = pybind11::getattr(stream, "cuda_stream", stream);
+  pybind11::detail::make_caster<
+      Argument<std::uintptr_t, "stream", "a stream of torch, or its number">>
+      caster;
+  caster.load(address, true);
+  const std::uintptr_t number =
+      pybind11::detail::cast_op<
+          Argument<std::uintptr_t, "stream", "a stream of torch, or its number">>(caster)
+          .value;
   return std::bit_cast<void*>(number == 0 ? kLegacyStream : number);
 }
 

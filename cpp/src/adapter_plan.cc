@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "internal/printable.h"
 #include "pagedlora/errors.h"
 
 namespace pagedlora {
@@ -15,14 +16,15 @@ void check_matrix(const LoraModule& module, const PlannedMatrix& matrix, std::ui
                   std::uint32_t columns, std::uint64_t source_bytes) {
   if (matrix.row_stride != 0 && matrix.row_stride < columns) {
     throw InvalidArgumentError("rows of " + std::to_string(columns) + " elements of module " +
-                               module.name + " lie only " + std::to_string(matrix.row_stride) +
-                               " apart in the source");
+                               internal::in_quotes(module.name) + " lie only " +
+                               std::to_string(matrix.row_stride) + " apart in the source");
   }
   const std::uint64_t stride = matrix.row_stride == 0 ? columns : matrix.row_stride;
   const std::uint64_t bytes = ((rows - 1) * stride + columns) * element_bytes(matrix.dtype);
   if (matrix.offset > source_bytes || bytes > source_bytes - matrix.offset) {
-    throw InvalidArgumentError("a matrix of module " + module.name + " ends beyond its source of " +
-                               std::to_string(source_bytes) + " bytes");
+    throw InvalidArgumentError("a matrix of module " + internal::in_quotes(module.name) +
+                               " ends beyond its source of " + std::to_string(source_bytes) +
+                               " bytes");
   }
 }
 
@@ -51,19 +53,22 @@ bool comes_first(const PlannedRow& a, const PlannedRow& b) {
 void check_row(const LoraModelConfig& config, const PlannedRow& row, std::uint64_t source_bytes) {
   const LoraModule& module = config.module(row.module);
   if (row.rank < 1 || row.rank > static_cast<std::uint32_t>(config.max_lora_rank())) {
-    throw InvalidArgumentError(
-        "LoRA rank " + std::to_string(row.rank) + " is greater than max_lora_rank " +
-        std::to_string(config.max_lora_rank()) + " or below 1, at module " + module.name);
+    throw InvalidArgumentError("LoRA rank " + std::to_string(row.rank) +
+                               " is greater than max_lora_rank " +
+                               std::to_string(config.max_lora_rank()) + " or below 1, at module " +
+                               internal::in_quotes(module.name));
   }
   if (!std::isfinite(row.scale)) {
-    throw InvalidArgumentError("the LoRA scale of module " + module.name + " is not finite");
+    throw InvalidArgumentError("the LoRA scale of module " + internal::in_quotes(module.name) +
+                               " is not finite");
   }
   check_matrix(module, row.a, row.rank, row.in.length, source_bytes);
   check_matrix(module, row.b, row.out.length, row.rank, source_bytes);
   check_vector(module, row.bias, row.out.length, source_bytes);
   check_vector(module, row.dora_scale, row.out.length, source_bytes);
   if (row.dora_scale.is_there() && row.dora_scale.dtype != Dtype::float32) {
-    throw InvalidArgumentError("the DoRA scale of module " + module.name + " is not float32");
+    throw InvalidArgumentError("the DoRA scale of module " + internal::in_quotes(module.name) +
+                               " is not float32");
   }
 }
 

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "internal/file_descriptor.h"
+#include "internal/printable.h"
 #include "internal/regular_file.h"
 #include "pagedlora/errors.h"
 
@@ -184,7 +185,8 @@ class AdapterRoot::Walk {
     const std::string target = target_of_link(link, path_);
     Components rest;
     if (!root_.find_below(target, rest)) {
-      throw AdapterPathError(path_, root_.path_, "leaves it by the symbolic link '" + name + "'");
+      throw AdapterPathError(path_, root_.path_,
+                             "leaves it by the symbolic link " + internal::in_quotes(name));
     }
     if (target.starts_with('/')) {
       entered_.clear();

@@ -1,26 +1,17 @@
 #include "pagedlora/errors.h"
 
-#include <algorithm>
 #include <sstream>
 #include <system_error>
+
+#include "internal/printable.h"
 
 namespace pagedlora {
 namespace {
 
-// A name from a file, fit for one line of a message: control characters replaced, and cut off
-// between two UTF-8 sequences if it is long.
-std::string in_quotes(const std::string& name) {
-  constexpr std::size_t kShownBytes = 200;
-  std::size_t length = std::min(name.size(), kShownBytes);
-  while (length < name.size() && length > 0 &&
-         (static_cast<unsigned char>(name[length]) & 0xC0U) == 0x80U) {
-    --length;
-  }
-  std::string text = name.substr(0, length);
-  std::replace_if(
-      text.begin(), text.end(), [](char c) { return (c >= 0 && c < ' ') || c == 0x7F; }, '?');
-  return "'" + text + (length < name.size() ? "...'" : "'");
-}
+using internal::in_quotes;
+
+// Whatever a message is made of, it is so long at most.
+constexpr std::size_t kMessageBytes = 2000;
 
 std::string count(std::size_t number, const char* noun) {
   return std::to_string(number) + " " + noun + (number == 1 ? "" : "s");
@@ -56,7 +47,8 @@ std::string too_large_message(const std::string& tier, std::size_t needed_pages,
 
 std::string format_message(const std::string& path, const std::string& tensor,
                            const std::string& problem) {
-  const std::string place = tensor.empty() ? path : path + ": tensor " + in_quotes(tensor);
+  const std::string place =
+      tensor.empty() ? in_quotes(path) : in_quotes(path) + ": tensor " + in_quotes(tensor);
   return place + ": " + problem;
 }
 
@@ -67,6 +59,15 @@ std::string seconds(double count) {
 }
 
 }  // namespace
+
+Error::Error(const std::string& message)
+    : std::runtime_error(internal::printable(message, kMessageBytes)) {}
+
+RequestNotLeasedError::RequestNotLeasedError(RequestId missing_request)
+    : Error("request " + std::to_string(missing_request.value) +
+            " has no adapter in the lease: it was not in the batch, uses the base model, or is "
+            "among the lease's errors"),
+      request(missing_request) {}
 
 LoraCacheFullError::LoraCacheFullError(const std::string& message, std::string full_tier,
                                        std::size_t needed, std::size_t free, std::size_t evictable)
@@ -115,13 +116,13 @@ AdapterFormatError::AdapterFormatError(std::string file, std::string tensor_name
 
 AdapterSourceChangedError::AdapterSourceChangedError(std::string file,
                                                      const std::string& difference)
-    : Error(file + " changed since it was registered: " + difference +
+    : Error(in_quotes(file) + " changed since it was registered: " + difference +
             "; give its name the new content with reload(), or unload() and load() it (a name of "
             "lora_dir gets it with its next request)"),
       path(std::move(file)) {}
 
 AdapterNotFoundError::AdapterNotFoundError(std::string file)
-    : Error("there is no such file or directory: " + file), path(std::move(file)) {}
+    : Error("there is no such file or directory: " + in_quotes(file)), path(std::move(file)) {}
 
 AdapterPathError::AdapterPathError(std::string file, std::string directory,
                                    const std::string& problem)
@@ -131,7 +132,8 @@ AdapterPathError::AdapterPathError(std::string file, std::string directory,
       root(std::move(directory)) {}
 
 AdapterReadError::AdapterReadError(std::string file, int system_error_number)
-    : Error("cannot read " + file + ": " + std::generic_category().message(system_error_number)),
+    : Error("cannot read " + in_quotes(file) + ": " +
+            std::generic_category().message(system_error_number)),
       path(std::move(file)),
       error_number(system_error_number) {}
 

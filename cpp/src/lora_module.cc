@@ -4,6 +4,7 @@
 #include <string_view>
 #include <utility>
 
+#include "internal/printable.h"
 #include "pagedlora/errors.h"
 
 namespace pagedlora {
@@ -17,9 +18,9 @@ void check_module(const LoraModule& module) {
   }
   for (const std::int64_t features : {module.in_features, module.out_features}) {
     if (features < 1 || features > kMaxFeatures) {
-      throw InvalidArgumentError("module " + module.name + " has " + std::to_string(features) +
-                                 " features; 1 to " + std::to_string(kMaxFeatures) +
-                                 " are possible");
+      throw InvalidArgumentError("module " + internal::in_quotes(module.name) + " has " +
+                                 std::to_string(features) + " features; 1 to " +
+                                 std::to_string(kMaxFeatures) + " are possible");
     }
   }
 }
@@ -57,7 +58,8 @@ LoraModelConfig::LoraModelConfig(std::vector<LoraModule> modules, Dtype dtype,
   for (std::uint32_t i = 0; i < modules_.size(); ++i) {
     check_module(modules_[i]);
     if (!index_by_name_.emplace(modules_[i].name, i).second) {
-      throw InvalidArgumentError("module " + modules_[i].name + " is listed twice");
+      throw InvalidArgumentError("module " + internal::in_quotes(modules_[i].name) +
+                                 " is listed twice");
     }
     hasher.add(modules_[i].name);
     hasher.add(static_cast<std::uint64_t>(modules_[i].in_features));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "internal/lora_call_check.h"
 #include "internal/lora_combine.h"
 #include "internal/lora_kernels.h"
 #include "internal/lora_lookup.h"
@@ -179,30 +180,37 @@ LoraOperator::~LoraOperator() = default;
 // Either kind of call.
 struct LoraOperator::Call {
   Activations activations;
+  ModuleKind kind = ModuleKind::linear;
   const std::int64_t* token_ids = nullptr;  // of an embedding, instead of x
   float factor = 1.0F;
 };
 
 void LoraOperator::apply(const LoraBatch& batch, ModuleIndex module,
                          const Activations& activations) {
-  check(batch, module, ModuleKind::linear, activations.num_rows);
   apply(batch, module, Call{.activations = activations});
 }
 
 void LoraOperator::apply_embedding(const LoraBatch& batch, ModuleIndex module,
                                    const EmbeddingActivations& activations) {
-  check(batch, module, ModuleKind::embedding, activations.num_rows);
   apply(batch, module,
         Call{.activations = {.y = activations.y,
                              .y_row_stride = activations.y_row_stride,
                              .num_rows = activations.num_rows,
                              .dtype = activations.dtype},
+             .kind = ModuleKind::embedding,
              .token_ids = activations.token_ids,
              .factor = activations.factor});
 }
 
 void LoraOperator::apply(const LoraBatch& batch, ModuleIndex module, const Call& call) {
-  find_work(batch, module, call.token_ids == nullptr ? ModuleKind::linear : ModuleKind::embedding);
+  const bool is_linear = call.kind == ModuleKind::linear;
+  internal::check_call({.batch = batch,
+                        .module = module,
+                        .kind = call.kind,
+                        .weights_dtype = weights_dtype_,
+                        .activations = call.activations,
+                        .input = is_linear ? call.activations.x : call.token_ids});
+  find_work(batch, module, call.kind);
   const internal::LoraKernels& kernels =
       internal::lora_kernels(call.activations.dtype, weights_dtype_, isa_);
   ReadAhead ahead = start_reading(scratch_->parts);
@@ -268,38 +276,6 @@ void LoraOperator::apply_run(const internal::LoraKernels& kernels, const Work& w
       expand_with_vectors(dtype, tile);
     } else {
       expand(kernels, dtype, tile);
-    }
-  }
-}
-
-void LoraOperator::check(const LoraBatch& batch, ModuleIndex module, ModuleKind kind,
-                         std::uint32_t num_rows) const {
-  if (num_rows != batch.num_rows()) {
-    throw InvalidArgumentError("activations have " + std::to_string(num_rows) +
-                               " rows, the batch has " + std::to_string(batch.num_rows()));
-  }
-  for (const LoraBatch::Run& run : batch.runs()) {
-    if (run.task.dtype != weights_dtype_) {
-      throw InvalidArgumentError("pages of " + std::string(dtype_name(run.task.dtype)) +
-                                 " given to a LoraOperator for " +
-                                 std::string(dtype_name(weights_dtype_)));
-    }
-    if (!run.task.is_cpu_readable) {
-      throw InvalidArgumentError(
-          "the adapters of this batch lie in a GPU's memory, which a LoraOperator cannot read; use "
-          "a CudaLoraOperator, or a cache on the CPU");
-    }
-    if (module.value >= run.task.layout->num_modules()) {
-      throw InvalidArgumentError("module index " + std::to_string(module.value) +
-                                 " given for a model with " +
-                                 std::to_string(run.task.layout->num_modules()) + " LoRA modules");
-    }
-    const auto [first_row, end_row] = run.task.layout->rows_of(module);
-    if (first_row < end_row && run.task.layout->rows()[first_row].kind != kind) {
-      throw InvalidArgumentError("module index " + std::to_string(module.value) +
-                                 (kind == ModuleKind::linear
-                                      ? " is an embedding: give its tokens to apply_embedding()"
-                                      : " is linear: give its input to apply()"));
     }
   }
 }

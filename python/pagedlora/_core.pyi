@@ -308,7 +308,7 @@ class BatchLease:
     Entries are made when asked for. Close it after the last read; it is a context manager.
     Whatever reads pages raises LeaseClosedError afterwards. Thread-safe.
     """
-    def __contains__(self, arg0: int) -> bool: ...
+    def __contains__(self, arg0: typing.Any) -> bool: ...
     def __enter__(self) -> BatchLease: ...
     def __exit__(self, *args: object) -> None: ...
     def __getitem__(self, arg0: int) -> list[TaskLayerModuleConfig]: ...
@@ -553,10 +553,7 @@ class PeftCacheManager:
     def poll(
         self,
         timeout_s: float = 0.0,
-        agree: collections.abc.Callable[
-            [list[tuple[int, str, bool]]], collections.abc.Sequence[tuple[int, str, bool]]
-        ]
-        | None = None,
+        agree: collections.abc.Callable[[list[tuple[int, str, bool]]], typing.Any] | None = None,
     ) -> list[int]: ...
     def pool_range(self, tier: str) -> tuple[int, int]: ...
     def prefetch(self, task_ids: collections.abc.Sequence[int]) -> None: ...
@@ -593,7 +590,7 @@ class LoraBatch:
     Which rows of a batch use which leased adapter.
     """
     def __init__(
-        self, lease: BatchLease, segments: collections.abc.Sequence[tuple[int | None, int]]
+        self, lease: BatchLease | None, segments: collections.abc.Sequence[tuple[int | None, int]]
     ) -> None:
         """
         Segments (request id or None, number of rows) in row order.
@@ -635,7 +632,7 @@ class LoraOperator:
         own bias, which adapters with DoRA do not scale (0: it has none). Rows of the base
         model, and of adapters that do not touch the module, are left alone. Raises
         LeaseClosedError after the batch's lease was closed, InvalidArgumentError if num_rows is
-        not the batch's.
+        not the batch's, a pointer is 0, or a row's stride is less than what adapters use of it.
         """
     def apply_embedding(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pagedlora import _core
+from pagedlora.arguments import check_type
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
 from pagedlora.loaders.binding import ZERO_BIAS, bind, dora_error
 from pagedlora.loaders.digest import ModuleContent, content_digest
@@ -18,6 +19,7 @@ from pagedlora.loaders.rows import AdapterModule, AdapterTensors, pair_tensors
 from pagedlora.loaders.stored import TORCH_DTYPES, MatrixPair, StoredTensor
 from pagedlora.loaders.tensor_names import canonical_name
 from pagedlora.loaders.values import ValueCheck
+from pagedlora.shown import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +102,7 @@ class AdapterWeights:
                 other than zero after them.
             UnsupportedAdapterError: A row is DoRA, or its rank is over the maximum.
         """
+        check_type(model_config, _core.LoraModelConfig, "model_config")
         pairs = unpack(weights, config, model_config, _DESCRIPTION)
         names = {module: (f"{module}.lora_A.weight", f"{module}.lora_B.weight") for module in pairs}
         buffer, packed = _pack(
@@ -137,7 +140,7 @@ class AdapterWeights:
                     raise dora_error(module.vectors.magnitude)
             for copy in adapter.base_copies.values():
                 raise UnsupportedAdapterError(
-                    f"tensor '{copy.name:.200}' of the {_DESCRIPTION} is a copy of the base "
+                    f"tensor {quoted(copy.name)} of the {_DESCRIPTION} is a copy of the base "
                     "model's weight, which cannot be compared here: leave it out",
                     field=copy.name,
                 )
@@ -172,7 +175,7 @@ def _pack(tensors: Mapping[str, torch.Tensor]) -> tuple[bytearray, list[StoredTe
         dtype = TORCH_DTYPES.get(str(tensor.dtype))
         if dtype is None:
             raise AdapterFormatError(
-                f"tensor '{name}' of the {_DESCRIPTION} has dtype {tensor.dtype}: float32, "
+                f"tensor {quoted(name)} of the {_DESCRIPTION} has dtype {tensor.dtype}: float32, "
                 "float16 and bfloat16 are possible",
                 path=_DESCRIPTION,
                 tensor=name,

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pagedlora.arguments import check_type
 from pagedlora.engine import lora_hooks
 from pagedlora.engine.devices import current_stream
 from pagedlora.engine.gpu_lora import GpuLoraSizes
 from pagedlora.engine.lora_hooks import LoraHooks
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 from pagedlora.requests import LlmRequest
+from pagedlora.shown import counted, quoted, shown
 
 if TYPE_CHECKING:
     from pagedlora import _core
@@ -69,9 +71,11 @@ class Attachment:
 
     def __init__(self, module: nn.Module, cache: PeftCacheManager, adapters: LoraManager) -> None:
         """As `attach`."""
-        if adapters.cache_manager is not cache:
+        check_type(module, nn.Module, "module")
+        if getattr(adapters, "cache_manager", None) is not cache or not hasattr(cache, "core"):
             raise InvalidArgumentError(
-                "the LoraManager was made for another cache: give it the same PeftCacheManager"
+                "the LoraManager was made for another cache, or the two are none: give a "
+                "PeftCacheManager and a LoraManager made for it"
             )
         config = cache.model_config
         self._device = _device_of(cache)
@@ -260,7 +264,8 @@ class _Block:
     def _check_call(self, name: str, rows: torch.Tensor, device: torch.device) -> None:
         if threading.get_ident() != self._thread:
             raise InvalidArgumentError(
-                f"module '{name}' was called by another thread than the one whose block of rows() "
+                f"module {quoted(name)} was called by another thread than the one whose block "
+                "of rows() "
                 "is open: its rows are not those of the block"
             )
         if torch.is_grad_enabled():
@@ -270,13 +275,16 @@ class _Block:
             )
         if rows.device != device:
             raise UnsupportedModelError(
-                f"module '{name}' was called on {rows.device}: it was attached on {device}, where "
+                f"module {quoted(name)} was called on {rows.device}: it was attached on "
+                f"{device}, where "
                 "the adapters are"
             )
         if rows.dim() == 0 or rows.shape[0] != self._num_rows:
             raise UnsupportedModelError(
-                f"module '{name}' was called with an input of shape {tuple(rows.shape)} where "
-                f"rows() names {self._num_rows} rows: its first dimension must be the batch, or it "
+                f"module {quoted(name)} was called with an input of shape {tuple(rows.shape)} "
+                "where "
+                f"rows() names {counted(self._num_rows, 'row')}: its first dimension must be "
+                "the batch, or it "
                 "cannot be told which adapter each row uses. Name one adapter per row of the "
                 "batch, or leave the module out of the target modules"
             )
@@ -299,19 +307,20 @@ class _BeforeModule:
 
 def _check_names(names: object) -> list[str | None]:
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise InvalidArgumentError(f"names is {names!r:.80}: it must be a list, one per row")
+        raise InvalidArgumentError(f"names is {shown(names)}: it must be a list, one per row")
     for name in names:
         if name is not None and not isinstance(name, str):
-            raise InvalidArgumentError(f"names has {name!r:.80}: give adapters' names, or None")
+            raise InvalidArgumentError(f"names has {shown(name)}: give adapters' names, or None")
     return list(names)
 
 
 def _check_called(name: str, missing: frozenset[str]) -> None:
     if missing:
-        shown = ", ".join(sorted(missing)[:_SHOWN_MODULES])
+        first = ", ".join(sorted(missing)[:_SHOWN_MODULES])
         raise UnsupportedModelError(
-            f"adapter '{name}' changes {len(missing)} modules that were not called in this block "
-            f"({shown}{', ...' if len(missing) > _SHOWN_MODULES else ''}): the answer lacks them. "
+            f"adapter {quoted(name)} changes {counted(len(missing), 'module')} not called in "
+            "this block "
+            f"({first}{', ...' if len(missing) > _SHOWN_MODULES else ''}): the answer lacks them. "
             "Call the whole module in the block, or allow it with rows(..., partial=True); a "
             "module whose weights are used without calling it cannot carry adapters"
         )
@@ -336,17 +345,20 @@ def _check_free(module: nn.Module, config: _core.LoraModelConfig, device: torch.
         hooks = [*target._forward_hooks.values()]
         if any(type(hook).__module__ == lora_hooks.__name__ for hook in hooks):
             raise InvalidArgumentError(
-                f"module '{spec.name}' has adapters already: detach() it, or close its LLM, first"
+                f"module {quoted(spec.name)} has adapters already: detach() it, or close its "
+                "LLM, first"
             )
         for parameter in target.parameters(recurse=False):
             if parameter.device.type not in ("cpu", "cuda"):
                 raise UnsupportedModelError(
-                    f"module '{spec.name}' is on {parameter.device}: adapters are computed on the "
+                    f"module {quoted(spec.name)} is on {parameter.device}: adapters are "
+                    "computed on the "
                     "CPU or on a GPU of CUDA; move it with module.to('cpu')"
                 )
             if parameter.device != device:
                 raise InvalidArgumentError(
-                    f"module '{spec.name}' is on {parameter.device}, and the cache's device tier "
+                    f"module {quoted(spec.name)} is on {parameter.device}, and the cache's "
+                    "device tier "
                     f"on {device}: make the cache with PeftCacheManager(..., "
                     f"device='{parameter.device}'), or move the module with module.to('{device}')"
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from pagedlora.errors import UnsupportedAdapterError
+from pagedlora.shown import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,7 @@ class SizesOnly:
             UnsupportedAdapterError: Always.
         """
         raise UnsupportedAdapterError(
-            f"there is no weight of module '{module_name}': adapters are only measured here",
+            f"there is no weight of module {quoted(module_name)}: adapters are only measured here",
             field="use_dora",
         )
 
@@ -55,11 +56,18 @@ class ModelWeights:
         from torch import nn
         from transformers.pytorch_utils import Conv1D
 
-        module = self._model.get_submodule(module_name)
+        try:
+            module = self._model.get_submodule(module_name)
+        except (AttributeError, TypeError):
+            raise UnsupportedAdapterError(
+                f"the base model has no module {quoted(module_name)}, whose weight is asked for",
+                field="use_dora",
+            ) from None
         weight: torch.Tensor | None = getattr(module, "weight", None)
         if weight is None or not weight.is_floating_point():
             raise UnsupportedAdapterError(
-                f"use_dora needs the weight of module '{module_name}', a {type(module).__name__}, "
+                f"use_dora needs the weight of module {quoted(module_name)}, a "
+                f"{type(module).__name__}, "
                 "which has no floating-point one: serve the adapter on a base model that is not "
                 "quantised",
                 field="use_dora",

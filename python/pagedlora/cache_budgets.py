@@ -8,6 +8,7 @@ from pagedlora import _core
 from pagedlora.config import PeftCacheConfig
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.sharding import sharding_of
+from pagedlora.shown import counted
 from pagedlora.sizes import format_size
 
 ELEMENT_BYTES = {_core.Dtype.float32: 4, _core.Dtype.float16: 2, _core.Dtype.bfloat16: 2}
@@ -98,7 +99,8 @@ def check_max_adapter(
         if pages < needed:
             raise InvalidArgumentError(
                 f"the {tier} cache has {pages} pages of {format_size(params.page_bytes)}, but an "
-                f"adapter of rank {rank} on all {len(model_config.modules)} modules takes "
+                f"adapter of rank {rank} on all "
+                f"{counted(len(model_config.modules), 'module')} takes "
                 f"{needed} ({format_size(needed * params.page_bytes)}): raise {tier}_cache_size "
                 f"or num_{tier}_module_layer, or lower max_adapter_size"
             )

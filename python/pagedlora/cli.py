@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
@@ -12,9 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from pagedlora.errors import InvalidArgumentError, PagedLoraError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 app = typer.Typer(
     name="pagedlora",
@@ -76,6 +73,9 @@ def probe(
         probe_all,
     )
 
+    if model is not None:
+        from pagedlora.engine.pretrained import skeleton
+
     console = Console()
     paths = find_adapters(path)
     if not paths:
@@ -88,7 +88,7 @@ def probe(
         verdicts = list(
             probe_all(
                 paths,
-                None if model is None else _skeleton(model),
+                None if model is None else skeleton(model),
                 ProbeOptions(max_lora_rank, strict, allow_pickle),
             )
         )
@@ -149,6 +149,7 @@ def generate(  # noqa: PLR0917 - typer's way of options
 ) -> None:
     """Answer prompts with adapters, all in shared batches."""
     from pagedlora import LLM, PeftCacheConfig, SamplingParams
+    from pagedlora.engine.pretrained import skeleton
     from pagedlora.generate_command import Job, parse_adapters, run
 
     try:
@@ -164,10 +165,10 @@ def generate(  # noqa: PLR0917 - typer's way of options
             host_cache_size=host_cache_size,  # type: ignore[arg-type]
             device_cache_size=device_cache_size,  # type: ignore[arg-type]
         )
-        _skeleton(model)
+        skeleton(model)
         with LLM(model, peft_cache_config=config) as llm:
             status = run(llm, job, output=Console(), progress=Console(stderr=True))
-    except (PagedLoraError, OSError) as error:  # OSError: transformers does not find the weights
+    except PagedLoraError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     except ValidationError as error:
@@ -190,19 +191,6 @@ def _prompts(given: list[str], file: Path | None) -> list[str]:
     if not found:
         raise InvalidArgumentError("there is no prompt: give --prompt TEXT or --prompts FILE")
     return found
-
-
-def _skeleton(model: str) -> nn.Module:
-    """The model without its weights; whatever transformers says against it becomes one line."""
-    from pagedlora.engine.loading import skeleton
-
-    try:
-        return skeleton(model)
-    except PagedLoraError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a configuration that it does not know
-        reason = str(error).strip().partition("\n")[0]
-        raise InvalidArgumentError(f"model '{model}' cannot be loaded: {reason}") from error
 
 
 if __name__ == "__main__":

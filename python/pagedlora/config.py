@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.paths import to_path
+from pagedlora.shown import shown
 from pagedlora.sizes import parse_size
 
 DEFAULT_MAX_LORA_RANK = 64
@@ -37,8 +38,8 @@ def _target_modules(value: object) -> object:
     if isinstance(value, str):
         if value != "all-linear":
             raise InvalidArgumentError(
-                f"{value!r} is neither a list of module names nor the word 'all-linear': "
-                f"for one module give [{value!r}]"
+                f"{shown(value)} is neither a list of module names nor the word 'all-linear': "
+                f"for one module give [{shown(value)}]"
             )
         return value
     if isinstance(value, (list, tuple, set, frozenset)):

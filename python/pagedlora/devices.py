@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from pagedlora import _core
+from pagedlora.arguments import to_integer
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.memory import available_memory_bytes
+from pagedlora.shown import shown
 
 
 def core_device_of(device: object) -> _core.Device | None:
@@ -25,11 +27,12 @@ def core_device_of(device: object) -> _core.Device | None:
     """
     if isinstance(device, _core.Device):
         return device
-    if str(device) == "cpu":
+    name = "" if isinstance(device, (int, float)) else str(device)
+    if name == "cpu":
         return None
-    gpu = re.fullmatch(r"cuda(?::(\d{1,4}))?", str(device))
+    gpu = re.fullmatch(r"cuda(?::(\d{1,4}))?", name)
     if gpu is None:
-        raise InvalidArgumentError(f"device is {device!r}: use 'cpu', 'cuda' or 'cuda:N'")
+        raise InvalidArgumentError(f"device is {shown(device)}: use 'cpu', 'cuda' or 'cuda:N'")
     return _core.make_cuda_device(int(gpu.group(1) or 0))
 
 
@@ -51,7 +54,7 @@ def make_cuda_device(ordinal: int = 0, memory: object = None) -> _core.Device:
             not be written, or was taken before. It stays what it was.
         Exception: What `__dlpack__` of `memory` raises: torch refuses tensors with gradients.
     """
-    return _core.make_cuda_device(ordinal, memory)
+    return _core.make_cuda_device(to_integer(ordinal, "ordinal", 0, 2**31 - 1), memory)
 
 
 def free_bytes_of(device: _core.Device | None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pagedlora.errors import AdapterFormatError
+from pagedlora.shown import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,8 @@ def dora_scale(
     if not bool(torch.isfinite(scale).all()):
         row = int((~torch.isfinite(scale)).nonzero()[0])
         raise AdapterFormatError(
-            f"the DoRA scale of output {row} of module '{name}' is not finite: its magnitude is "
+            f"the DoRA scale of output {row} of module {quoted(name)} is not finite: its "
+            "magnitude is "
             f"{float(magnitude[row])}, the norm of its weight {float(squared_norms[row]) ** 0.5}",
             path=path,
             tensor=f"{name}.lora_magnitude_vector",

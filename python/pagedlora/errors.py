@@ -11,20 +11,25 @@ import sys
 import warnings
 from typing import Any, ClassVar
 
+from pagedlora.shown import printable
+
+_MAX_MESSAGE_CHARS = 2000
+
 
 class PagedLoraError(Exception):
     """Base of all errors of this package.
 
     Attributes:
         code: Stable identifier, the same in every release.
-        message: What is wrong, with which numbers, and what to change.
+        message: What is wrong, with which numbers, and what to change. One printable line, whatever
+            the names and paths in it: fields have these as they are.
     """
 
     code: ClassVar[str] = "pagedlora_error"
 
     def __init__(self, message: str, **fields: Any) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = printable(message, _MAX_MESSAGE_CHARS)
+        super().__init__(self.message)
         for name, value in fields.items():
             setattr(self, name, value)
 
@@ -42,13 +47,24 @@ def warn_caller(message: str) -> None:
     depth, frame = 2, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("pagedlora."):
         depth, frame = depth + 1, frame.f_back
-    warnings.warn(message, PagedLoraWarning, stacklevel=depth)
+    warnings.warn(printable(message, _MAX_MESSAGE_CHARS), PagedLoraWarning, stacklevel=depth)
 
 
 class InvalidArgumentError(PagedLoraError, ValueError):
     """An argument that no state of the system would make valid."""
 
     code = "invalid_argument"
+
+
+class ModelLoadError(InvalidArgumentError, OSError):
+    """A model or a tokenizer is not where it is looked for, or its files cannot be read.
+
+    Attributes:
+        source: The path or hub id.
+    """
+
+    code = "model_load_failed"
+    source: str
 
 
 class LoraCacheFullError(PagedLoraError, MemoryError):
@@ -216,6 +232,17 @@ class GenerationConflictError(PagedLoraError, ValueError):
     actual: str | None
 
 
+class RequestNotLeasedError(PagedLoraError, KeyError):
+    """A lease is asked for a request that it has no adapter of.
+
+    Attributes:
+        request_id: The request.
+    """
+
+    code = "request_not_leased"
+    request_id: int
+
+
 class RequestConflictError(PagedLoraError, ValueError):
     """A live request was added again for another task or with other weights."""
 
@@ -269,6 +296,19 @@ class CapacityError(PagedLoraError, ValueError):
     """The request can never run with the configured sizes."""
 
     code = "capacity"
+
+
+class RequestTimeoutError(PagedLoraError, TimeoutError):
+    """A request has not ended in the time that the caller would wait; it goes on.
+
+    Attributes:
+        request_id: The request.
+        limit_seconds: How long the caller waited.
+    """
+
+    code = "request_timeout"
+    request_id: int
+    limit_seconds: float
 
 
 class NonFiniteLogitsError(PagedLoraError, ArithmeticError):

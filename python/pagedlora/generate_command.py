@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.shown import quoted, shown
 
 if TYPE_CHECKING:
     from pagedlora.engine.llm import LLM
@@ -57,9 +58,9 @@ def parse_adapters(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, directory = pair.partition("=")
         if not (name and equals and directory):
-            raise InvalidArgumentError(f"--adapter {pair!r}: give NAME=DIRECTORY")
+            raise InvalidArgumentError(f"--adapter {shown(pair)}: give NAME=DIRECTORY")
         if name in adapters:
-            raise InvalidArgumentError(f"--adapter: the name '{name}' is given twice")
+            raise InvalidArgumentError(f"--adapter: the name {quoted(name)} is given twice")
         adapters[name] = directory
     return adapters
 

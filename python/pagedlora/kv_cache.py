@@ -33,8 +33,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagedlora.arguments import id_of, refuse_request, to_integer
 from pagedlora.block_pool import BlockPool
-from pagedlora.errors import InvalidArgumentError
+
+_MAX_BLOCKS = 2**31 - 1
 
 
 class HasRequestId(Protocol):
@@ -99,15 +101,11 @@ class KVCacheManager:
             copier: Copies the blocks' content. None: it is left to the caller.
 
         Raises:
-            InvalidArgumentError: A number is less than that.
+            InvalidArgumentError: A number is less than that, or none.
         """
-        if num_blocks < 1 or block_size < 1:
-            raise InvalidArgumentError(
-                f"a KV cache of {num_blocks} blocks of {block_size} tokens holds nothing: "
-                "both must be at least 1"
-            )
-        if num_host_blocks < 0:
-            raise InvalidArgumentError(f"num_host_blocks is {num_host_blocks}: give 0 or more")
+        num_blocks = to_integer(num_blocks, "num_blocks", 1, _MAX_BLOCKS)
+        block_size = to_integer(block_size, "block_size", 1)
+        num_host_blocks = to_integer(num_host_blocks, "num_host_blocks", 0, _MAX_BLOCKS)
         self._block_size = block_size
         self._device = BlockPool(num_blocks)
         self._host = BlockPool(num_host_blocks)
@@ -151,6 +149,8 @@ class KVCacheManager:
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
+        if type(num_tokens) is not int:
+            num_tokens = to_integer(num_tokens, "num_tokens")
         return -(-num_tokens // self._block_size)
 
     def try_allocate(self, request: HasRequestId, num_tokens: int) -> bool:
@@ -166,7 +166,10 @@ class KVCacheManager:
         Raises:
             Exception: What the copier raised; nothing was changed.
         """
-        held = self._held.get(request.request_id)
+        try:
+            held = self._held.get(request.request_id)
+        except (AttributeError, TypeError) as error:
+            refuse_request(request, error, ("request_id",))
         if held is None:
             held = _Holding()
         # A resuming table is never shorter than its host blocks, so only suspended ones gain here.
@@ -188,7 +191,7 @@ class KVCacheManager:
         From here on the device blocks are the only copy. Call it before anything is computed for
         the request, and once nothing can take the resume back.
         """
-        held = self._held.get(request.request_id)
+        held = self._held.get(id_of(request))
         if held is not None and held.device and held.host:
             blocks, held.host = held.host, []
             self._host.release(blocks)
@@ -208,7 +211,7 @@ class KVCacheManager:
         Raises:
             Exception: What the copier raised; nothing was changed.
         """
-        held = self._held.get(request.request_id)
+        held = self._held.get(id_of(request))
         if held is None or not held.device:
             return True
         if not held.host:
@@ -224,7 +227,7 @@ class KVCacheManager:
 
     def is_suspended(self, request: HasRequestId) -> bool:
         """Whether the request has blocks, all of them on the host. Not while it is resuming."""
-        held = self._held.get(request.request_id)
+        held = self._held.get(id_of(request))
         return held is not None and not held.device
 
     def block_table(self, request: HasRequestId) -> Sequence[int]:
@@ -232,7 +235,10 @@ class KVCacheManager:
 
         A view: do not keep it.
         """
-        held = self._held.get(request.request_id)
+        try:
+            held = self._held.get(request.request_id)
+        except (AttributeError, TypeError) as error:
+            refuse_request(request, error, ("request_id",))
         return () if held is None else held.device
 
     def host_block_table(self, request: HasRequestId) -> Sequence[int]:
@@ -240,12 +246,12 @@ class KVCacheManager:
 
         A view: do not keep it.
         """
-        held = self._held.get(request.request_id)
+        held = self._held.get(id_of(request))
         return () if held is None else held.host
 
     def free_resources(self, request: HasRequestId) -> None:
         """Takes all blocks from the request, on device and host; nothing if it has none."""
-        held = self._held.pop(request.request_id, None)
+        held = self._held.pop(id_of(request), None)
         if held is not None:
             self._device.release(held.device)
             self._host.release(held.host)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagedlora import _core
 from pagedlora.adapter_info import AdapterInfo, AdapterReport, probe_adapter
+from pagedlora.arguments import id_of
 from pagedlora.base_weights import BaseWeights
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.loaders.fused_modules import FusedModules
@@ -22,6 +23,7 @@ from pagedlora.loaders.load_options import LoadOptions
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.shape_cache import ShapeCache
 from pagedlora.paths import SourceForm
+from pagedlora.registry.arguments import check_fitting, check_options
 from pagedlora.registry.base_model import BaseModel
 from pagedlora.registry.deadline import Deadline
 from pagedlora.registry.describe import Describer
@@ -37,6 +39,7 @@ from pagedlora.registry.process_lock import ProcessLock
 from pagedlora.registry.reload import Reloader
 from pagedlora.registry.salt import base_identity, cache_salt, check_tenant_salt
 from pagedlora.registry.sources import Sources
+from pagedlora.shown import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -118,10 +121,15 @@ class LoraManager:
                 cache's type are refused when their content is first read.
 
         Raises:
-            InvalidArgumentError: One of the directories is no path.
+            InvalidArgumentError: The cache was made for another model configuration, one of the
+                directories is no path, or another argument is of another type.
             AdapterNotFoundError: One of them does not exist.
             AdapterReadError: The system will not open one of them.
         """
+        check_fitting(model_config, cache_manager)
+        check_options(
+            base_weights, strict=strict, allow_pickle=allow_pickle, check_values=check_values
+        )
         self._sources = Sources(adapter_root, lora_dir)
         table = ModuleTable(model_config, fused_modules)
         self._base_identity = base_identity(table, base_model_id)
@@ -358,7 +366,7 @@ class LoraManager:
         with self._lock:
             entry = self._names.get(name)
             if entry.pins == 0:
-                raise InvalidArgumentError(f"adapter '{name}' is not pinned")
+                raise InvalidArgumentError(f"adapter {quoted(name)} is not pinned")
             entry.pins -= 1
             self._pins.give_back(entry.generation)
 
@@ -394,6 +402,7 @@ class LoraManager:
 
         If it owns its task in the cache still, it is marked done.
         """
+        id_of(request)
         with self._lock:
             self._names.release(request)
             self._lock.notify_all()
@@ -553,4 +562,4 @@ class LoraManager:
 
 
 def _called(name: object) -> str:
-    return f"adapter '{name!s:.80}'"
+    return f"adapter {quoted(name)}"

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagedlora import _core
+from pagedlora.arguments import check_type, to_integer, to_names
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.loaders.fused_modules import FusedModules
 from pagedlora.sharding import ModuleSplit, Parallel, Sharding
+from pagedlora.shown import shown
 from pagedlora.tp_plans import Shapes, TpPlan, declared_plan, plan_splits, shapes_of
 from pagedlora.trtllm_modules import Dims, trtllm_modules
 
@@ -36,6 +38,7 @@ _TRTLLM_MODULE_IDS = {
     "gate_up_proj": 18,
 }
 _NO_ID = -1
+_MAX_LAYERS = 100_000
 
 
 class LoraModelConfig(_core.LoraModelConfig):
@@ -96,9 +99,9 @@ class LoraModelConfig(_core.LoraModelConfig):
         """
         if self._sharding is not None:
             raise InvalidArgumentError("the configuration is that of a rank already")
-        splits = plan_splits(self.modules, tp_plan, Shapes(head_size, fused_modules or {}))
+        shapes = Shapes.of(to_integer(head_size, "head_size", 1), fused_modules)
         parallel = Parallel(tp_size, tp_rank, pp_size, pp_rank)
-        return self._of_rank(splits, parallel, num_layers)
+        return self._of_rank(plan_splits(self.modules, tp_plan, shapes), parallel, num_layers)
 
     def _of_rank(
         self, splits: Mapping[str, ModuleSplit], parallel: Parallel, num_layers: int | None
@@ -148,7 +151,9 @@ class LoraModelConfig(_core.LoraModelConfig):
             InvalidArgumentError: A name matches no linear module or embedding, there is nothing to
                 target, a rank or dtype is out of range, or as `shard`.
         """
-        found = dict(_lora_modules(model))
+        from torch import nn
+
+        found = dict(_lora_modules(check_type(model, nn.Module, "model")))
         modules = [found[name] for name in _select(model, found, target_modules)]
         config = cls(modules, _cache_dtype(model, dtype), max_lora_rank)
         parallel = Parallel(tp_size, tp_rank, pp_size, pp_rank).checked()
@@ -195,12 +200,13 @@ class LoraModelConfig(_core.LoraModelConfig):
 
         Raises:
             InvalidArgumentError: As in `from_module`.
+            UnsupportedModelError: transformers has no causal language model of that kind.
         """
         import torch
-        from transformers import AutoModelForCausalLM
 
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        from pagedlora.engine.pretrained import skeleton_of
+
+        model = skeleton_of(config)
         return cls.from_module(
             model,
             target_modules,
@@ -266,8 +272,10 @@ class LoraModelConfig(_core.LoraModelConfig):
 
         from pagedlora.engine.dtypes import to_core_dtype
 
+        to_integer(num_layers, "num_layers", 0, _MAX_LAYERS)
         numbers = [num_layers, hidden_size, mlp_hidden_size, num_heads]
         numbers += [n for n in (num_kv_heads, head_size) if n is not None]
+        numbers = [to_integer(number, "a size", 0, 2**30) for number in numbers]
         if min(numbers) < 1 or (head_size is None and hidden_size % num_heads):
             raise InvalidArgumentError(
                 f"sizes {numbers} describe no model: each is 1 or more, and without head_size "
@@ -281,8 +289,8 @@ class LoraModelConfig(_core.LoraModelConfig):
             head_size or hidden_size // num_heads,
         )
         parallel = Parallel(tp_size, tp_rank, pp_size, pp_rank).checked()
-        whole, splits = trtllm_modules(num_layers, dims, modules, sizes or {}, tp_size)
-        config = cls(whole, to_core_dtype(dtype or torch.float32), max_lora_rank)
+        whole, splits = trtllm_modules(num_layers, dims, modules, sizes, tp_size)
+        config = cls(whole, to_core_dtype(torch.float32 if dtype is None else dtype), max_lora_rank)
         if (tp_size, pp_size) == (1, 1):
             return config
         return config._of_rank(splits, parallel, num_layers)
@@ -330,14 +338,13 @@ def _select(
         if target_modules != ALL_LINEAR:
             raise InvalidArgumentError(
                 f"target_modules must be {ALL_LINEAR!r} or a list of names, not "
-                f"{target_modules!r}: for one module give [{target_modules!r}]"
+                f"{shown(target_modules)}: for one module give [{shown(target_modules)}]"
             )
         names = _all_linear(model, found)
         if not names:
             raise InvalidArgumentError(f"{type(model).__name__} has no linear modules")
         return names
-    if not target_modules:
-        raise InvalidArgumentError("target_modules is empty: name at least one module")
+    target_modules = to_names(target_modules, "target_modules")
     matches = {
         target: _all_linear(model, found)
         if target == ALL_LINEAR

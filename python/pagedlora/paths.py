@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from pagedlora import _core
 from pagedlora.errors import AdapterNotFoundError, AdapterPathError, InvalidArgumentError
+from pagedlora.shown import quoted, shown
 
 SourceForm: TypeAlias = Literal["auto", "hf", "nemo"]
 """What lies at a path: a PEFT directory, a NeMo archive, or what the path's end says."""
@@ -52,8 +53,8 @@ class SourcePath(NamedTuple):
             return cls(os.path.expanduser(path) if is_at_home else path, None, form)
         if not is_possible_path(path):
             raise AdapterPathError(
-                f"{name} is {path!r:.200}, which is no possible path below adapter_root "
-                f"'{root.path}'",
+                f"{name} is {quoted(path)}, which is no possible path below adapter_root "
+                f"{quoted(root.path)}",
                 path=path,
                 root=root.path,
             )
@@ -68,7 +69,7 @@ class SourcePath(NamedTuple):
                 meanwhile.
         """
         if not is_possible_path(self.path):
-            raise AdapterNotFoundError(f"no file can be at {self.path!r}", name=self.path)
+            raise AdapterNotFoundError(f"no file can be at {quoted(self.path)}", name=self.path)
         if self.root is not None:
             self.root.check(self.path)
         return without_links(self.path)
@@ -84,7 +85,7 @@ def without_links(path: str) -> str:
         return os.path.realpath(path)
     except OSError as error:
         raise AdapterNotFoundError(
-            f"'{path}' changed while it was looked at: {error.strerror}", name=path
+            f"{quoted(path)} changed while it was looked at: {error.strerror}", name=path
         ) from error
 
 
@@ -96,11 +97,18 @@ def to_path(value: object, name: str) -> str:
         name: What it is called in the error.
 
     Raises:
-        InvalidArgumentError: It is something else.
+        InvalidArgumentError: It is something else, or empty.
     """
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    except Exception:  # whatever foreign code raises
+        path = None
     if not isinstance(path, str):
-        raise InvalidArgumentError(f"{name} is {value!r:.80}: it must be a string or a path object")
+        raise InvalidArgumentError(
+            f"{name} is {shown(value)}: it must be a string or a path object"
+        )
+    if not path:
+        raise InvalidArgumentError(f"{name} is empty: give a path, '.' for the current directory")
     return path
 
 

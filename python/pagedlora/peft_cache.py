@@ -8,21 +8,31 @@ copies may be evicted follows from the owner sets; see docs/states.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from pagedlora import _core
+from pagedlora.arguments import (
+    check_type,
+    id_of,
+    refuse_request,
+    refuse_requests,
+    to_config,
+    to_seconds,
+)
 from pagedlora.cache_budgets import cache_budgets, check_agreement, check_max_adapter
 from pagedlora.config import PeftCacheConfig
 from pagedlora.devices import core_device_of, free_bytes_of
+from pagedlora.errors import InvalidArgumentError
+from pagedlora.peft_cache_queries import PeftCacheQueries, Tier
 from pagedlora.requests import PeftRequest
+from pagedlora.shown import shown
 from pagedlora.task_rows import GatheredRow, join_rows
 
 if TYPE_CHECKING:
     from pagedlora.adapter_weights import AdapterWeights
     from pagedlora.task_rows import ModuleWeights
 
-Tier = Literal["host", "device"]
 AdapterState = Literal["waiting", "loading", "ready", "failed"]
 
 # (task id, tier, whether it was loaded) of loads that ended here, to those that ended everywhere.
@@ -30,7 +40,7 @@ LoadOutcome = tuple[int, str, bool]
 Agree = Callable[[list[LoadOutcome]], list[LoadOutcome]]
 
 
-class PeftCacheManager:
+class PeftCacheManager(PeftCacheQueries):
     """Keeps adapters in a host and a device tier of fixed size, and knows who uses them.
 
     Thread-safe. Workers read and copy without the GIL, and calls that wait release it. A call that
@@ -41,7 +51,7 @@ class PeftCacheManager:
     def __init__(
         self,
         model_config: _core.LoraModelConfig,
-        config: PeftCacheConfig | None = None,
+        config: PeftCacheConfig | Mapping[str, Any] | None = None,
         device: object = "cpu",
         *,
         clock: _core.Clock | None = None,
@@ -50,21 +60,25 @@ class PeftCacheManager:
 
         Args:
             model_config: The modules, their sizes and the dtype of the pages.
-            config: Budgets; page counts round down, so that a tier never exceeds its own.
+            config: Budgets, or a mapping of fields; page counts round down, so that a tier never
+                exceeds its own.
             device: "cpu", "cuda" or "cuda:N" (also as torch's), or what `make_cuda_device` gave. A
                 GPU holds the device tier; the host tier is pinned then.
             clock: Decides when loads take too long; None: the system's monotonic clock.
 
         Raises:
-            InvalidArgumentError: Another device, a budget that holds no page, a tier that cannot
-                hold an adapter of `config.max_adapter_size`, or a dtype or rank in `config` that
-                is not the model configuration's.
+            InvalidArgumentError: An argument of another type, another device, a budget that holds
+                no page, a tier that cannot hold an adapter of `config.max_adapter_size`, or a dtype
+                or rank in `config` that is not the model configuration's.
             GpuUnavailableError: There is no such GPU; its `reason` says what is missing.
             OutOfMemoryError: The system or the GPU does not have that much memory.
         """
+        check_type(model_config, _core.LoraModelConfig, "model_config")
+        config = to_config(PeftCacheConfig, config, "config")
+        if clock is not None:
+            check_type(clock, _core.Clock, "clock")
         core_device = core_device_of(device)
         self._device = "cpu" if core_device is None else core_device.name
-        config = config or PeftCacheConfig()
         check_agreement(config, model_config)
         budgets = cache_budgets(config, model_config, free_bytes_of(core_device))
         self._model_config = model_config
@@ -85,21 +99,6 @@ class PeftCacheManager:
         self._load_timeout_s = config.load_timeout_s
         self._max_inflight_batches = config.max_inflight_batches
         check_max_adapter(config, model_config, self._core)
-
-    @property
-    def core(self) -> _core.PeftCacheManager:
-        """The C++ manager."""
-        return self._core
-
-    @property
-    def model_config(self) -> _core.LoraModelConfig:
-        """What it was made for."""
-        return self._model_config
-
-    @property
-    def device(self) -> str:
-        """Where the device tier lies: "cpu", "cuda:N", or the name of a device made for tests."""
-        return self._device
 
     def add_request_peft(self, request: PeftRequest, try_gpu_cache: bool = True) -> None:
         """Makes the request an owner of its task and starts to load the task into the host tier.
@@ -123,12 +122,16 @@ class PeftCacheManager:
             LoraCacheFullError: Owned adapters fill the host tier; the request can wait.
         """
         del try_gpu_cache
-        if request.lora_task_id is None:
-            return
-        weights: AdapterWeights | None = request.lora_weights
-        carried = None if weights is None else weights.carried(self._model_config)
+        try:
+            request_id, task_id = request.request_id, request.lora_task_id
+            if task_id is None:
+                return
+            weights: AdapterWeights | None = request.lora_weights
+        except AttributeError as error:
+            refuse_request(request, error)
+        carried = None if weights is None else self._carried(weights)
         started = bool(getattr(request, "has_started", False))
-        self._core.add_request_peft(request.request_id, request.lora_task_id, carried, started)
+        self._core.add_request_peft(request_id, task_id, carried, started)
 
     def adapter_state(self, request: PeftRequest) -> AdapterState:
         """What the request's adapter is to its next batch.
@@ -143,7 +146,7 @@ class PeftCacheManager:
 
     def adapter_error(self, request: PeftRequest) -> Exception | None:
         """Why the request's adapter failed to load; None if it did not."""
-        error: Exception | None = self._core.adapter_error(request.request_id)
+        error: Exception | None = self._core.adapter_error(id_of(request))
         return error
 
     def poll(self, timeout_s: float = 0.0, agree: Agree | None = None) -> list[int]:
@@ -157,6 +160,8 @@ class PeftCacheManager:
         Returns:
             Ids of the requests whose adapter failed by it.
         """
+        if timeout_s or not isinstance(timeout_s, float):
+            timeout_s = to_seconds(timeout_s, "timeout_s")
         return self._core.poll(timeout_s, agree)
 
     def prefetch(self, requests: Iterable[PeftRequest]) -> None:
@@ -166,7 +171,12 @@ class PeftCacheManager:
             requests: The waiting queue, next first. Replaces that of the last call. Nothing that
                 is nearer, started, paused or leased is given up for them.
         """
-        self._core.prefetch([r.lora_task_id for r in requests if r.lora_task_id is not None])
+        window = _listed(requests, "requests")
+        try:
+            tasks = [r.lora_task_id for r in window if r.lora_task_id is not None]
+        except AttributeError as error:
+            refuse_requests(window, "requests", error, ("lora_task_id",))
+        self._core.prefetch(tasks)
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Waits until no load is queued or running, and lets all of them take effect.
@@ -178,7 +188,7 @@ class PeftCacheManager:
             Whether none is left.
         """
         limit = 4 * self._load_timeout_s if timeout_s is None else timeout_s
-        return self._core.wait_idle(limit)
+        return self._core.wait_idle(to_seconds(limit, "timeout_s"))
 
     def open_lease_tasks(self) -> set[int]:
         """Tasks whose device copies open leases hold."""
@@ -217,15 +227,18 @@ class PeftCacheManager:
 
     def _has_adapter(self, request: PeftRequest) -> bool:
         # What a request was added with counts, not what it says now.
-        return request.lora_task_id is not None or self._core.is_owner(request.request_id)
+        try:
+            return request.lora_task_id is not None or self._core.is_owner(request.request_id)
+        except AttributeError as error:
+            refuse_request(request, error)
 
     def mark_request_done(self, request: PeftRequest, pause: bool = False) -> None:
         """Ends the request's ownership, or with `pause` keeps only its host copy; idempotent."""
-        self._core.mark_request_done(request.request_id, pause)
+        self._core.mark_request_done(id_of(request), pause)
 
     def free_resources(self, request: PeftRequest) -> None:
         """The same as `mark_request_done(request)`."""
-        self._core.mark_request_done(request.request_id, False)
+        self._core.mark_request_done(id_of(request), False)
 
     def ensure_batch(
         self,
@@ -254,7 +267,8 @@ class PeftCacheManager:
             InvalidArgumentError: `max_inflight_batches` leases are open, more than one; or `stream`
                 is being captured into a CUDA graph, and the previous lease stays open.
         """
-        requests = (*context_requests, *generation_requests)
+        context = _listed(context_requests, "context_requests")
+        requests = (*context, *_listed(generation_requests, "generation_requests"))
         ids = [r.request_id for r in requests if self._has_adapter(r)]
         return self._core.ensure_batch(ids, reset_gpu_cache, stream)
 
@@ -285,71 +299,26 @@ class PeftCacheManager:
         Raises:
             PeftTaskNotCachedError: The task is unknown and the request carries no weights.
         """
-        if request.lora_task_id is None:
+        try:
+            task_id, weights = request.lora_task_id, request.lora_weights
+        except AttributeError as error:
+            refuse_request(request, error)
+        if task_id is None:
             return 0
-        if request.lora_weights is not None:
-            plan = request.lora_weights.carried(self._model_config).plan
-            return self._core.num_pages_of_plan(plan)
-        return self._core.num_pages_of_task(request.lora_task_id)
+        if weights is not None:
+            return self._core.num_pages_of_plan(self._carried(weights).plan)
+        return self._core.num_pages_of_task(task_id)
 
-    @property
-    def max_host_pages(self) -> int:
-        """Pages of the host tier."""
-        return self._core.max_pages("host")
-
-    @property
-    def max_device_pages(self) -> int:
-        """Pages of the device tier."""
-        return self._core.max_pages("device")
-
-    def free_pages(self, tier: Tier) -> int:
-        """Pages of a tier that no task holds."""
-        return self._core.free_pages(tier)
-
-    def resident_tasks(self, tier: Tier) -> int:
-        """Number of tasks in a tier."""
-        return self._core.resident_tasks(tier)
+    def _carried(self, weights: Any) -> _core.CarriedWeights:
+        carry = getattr(weights, "carried", None)
+        carried = carry(self._model_config) if callable(carry) else None
+        name = f"what lora_weights {shown(weights)} carries"
+        return check_type(carried, _core.CarriedWeights, name)
 
     @property
     def max_inflight_batches(self) -> int:
         """Leases that may be open together; with 1, each batch closes the lease before it."""
         return self._max_inflight_batches
-
-    @property
-    def page_bytes(self) -> int:
-        """Size of a page, the same in both tiers."""
-        return self._core.layout_params.page_bytes
-
-    @property
-    def max_part_bytes(self) -> int:
-        """Most bytes of a matrix that lie in one piece of a page."""
-        return self._core.layout_params.max_part_bytes
-
-    def is_task_cached(self, task_id: int) -> bool:
-        """Whether the task is resident in the host tier."""
-        return self._core.is_task_cached(task_id, "host")
-
-    def is_task_cached_device(self, task_id: int) -> bool:
-        """Whether the task is resident in the device tier."""
-        return self._core.is_task_cached(task_id, "device")
-
-    def is_task_done(self, task_id: int) -> bool:
-        """Whether the task has no active and no paused owner."""
-        return self._core.is_task_done(task_id)
-
-    def is_task_done_device(self, task_id: int) -> bool:
-        """Whether the task has no active owner."""
-        return self._core.is_task_done_device(task_id)
-
-    @property
-    def active_tasks(self) -> dict[int, set[int]]:
-        """Task id to the ids of its active requests; no empty sets."""
-        return self._core.active_tasks()
-
-    @property
-    def paused_tasks(self) -> dict[int, set[int]]:
-        """Task id to the ids of its paused requests; no empty sets."""
-        return self._core.paused_tasks()
 
     def task_weights(self, task_id: int, tier: Tier = "device") -> dict[str, ModuleWeights]:
         """A resident task's matrices, put together from its pages.
@@ -375,11 +344,6 @@ class PeftCacheManager:
         self._core.gather_rows(task_id, tier, [row.addresses for row in rows])
         return join_rows(self._model_config, rows)
 
-    @property
-    def stats(self) -> _core.PeftCacheStats:
-        """Counters since construction."""
-        return self._core.stats
-
     def close(self) -> None:
         """Gives up loads and closes open leases; then nothing can be added. Idempotent."""
         self._core.close()
@@ -391,3 +355,14 @@ class PeftCacheManager:
             RuntimeError: Says which invariant is broken; this is a bug in the cache.
         """
         self._core.check_invariants()
+
+
+def _listed(requests: Iterable[PeftRequest], name: str) -> Sequence[PeftRequest]:
+    if isinstance(requests, (list, tuple)):
+        return requests
+    try:
+        return tuple(requests)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"{name} is {shown(requests)}: give a list of requests"
+        ) from None

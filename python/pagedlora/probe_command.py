@@ -21,6 +21,7 @@ from pagedlora.loaders.nemo import NEMO_SUFFIX
 from pagedlora.loaders.peft_config import CONFIG_NAME
 from pagedlora.loaders.pickled import PICKLE_NAME
 from pagedlora.registry.lora_dir import directories_below
+from pagedlora.shown import counted
 from pagedlora.sizes import format_size
 
 if TYPE_CHECKING:
@@ -114,17 +115,17 @@ def print_one(verdict: Verdict, console: Console) -> None:
     name = verdict.path.resolve().name
     console.print(Text.assemble((name, "bold"), f"  {report.path}"))
     lines = [
-        f"{report.parameters:,} parameters in {report.num_tensors} tensors of "
+        f"{report.parameters:,} parameters in {counted(report.num_tensors, 'tensor')} of "
         f"{', '.join(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
         ", ".join(f"{field}={_short(value)}" for field, value in report.settings.items()),
     ]
     coverage = report.coverage
     if coverage is not None and report.bytes is not None:
         lines.append(
-            f"{report.num_pages} pages of {verdict.page_bytes:,} bytes in a tier, "
+            f"{counted(report.num_pages or 0, 'page')} of {verdict.page_bytes:,} bytes in a tier, "
             f"{format_size(report.bytes)}"
         )
-        lines += [f"{change} in {count} modules" for change, count in coverage.renamed]
+        lines += [f"{change} in {counted(count, 'module')}" for change, count in coverage.renamed]
         lines += [f"{n} tensors of {old} are kept as {new}" for old, new, n in coverage.casts]
         if coverage.missing:
             lines.append(f"{coverage.missing} target modules have no tensors: as the base model")

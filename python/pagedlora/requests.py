@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from pagedlora.arguments import MAX_ID, to_integer
 from pagedlora.errors import InvalidArgumentError, PagedLoraError
+from pagedlora.paths import to_path
 from pagedlora.sampling_params import SamplingParams
+from pagedlora.shown import shown
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -89,20 +92,13 @@ class LoRARequest:
         name: object = self.lora_name
         if not isinstance(name, str) or not name:
             raise InvalidArgumentError(
-                f"lora_name is {name!r}: it must be a string that is not empty"
+                f"lora_name is {shown(name)}: it must be a string that is not empty"
             )
         if self.lora_int_id is not None:
-            if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int):
-                raise InvalidArgumentError(
-                    f"lora_int_id is {self.lora_int_id!r}: it must be an integer, or None"
-                )
-            if self.lora_int_id < 0:
-                raise InvalidArgumentError(
-                    f"lora_int_id is {self.lora_int_id}: it must not be negative"
-                )
-        path: object = self.lora_path
-        if path is not None and not isinstance(path, (str, os.PathLike)):
-            raise InvalidArgumentError(f"lora_path is {path!r}: it must be a path, or None")
+            number = to_integer(self.lora_int_id, "lora_int_id", 0)
+            object.__setattr__(self, "lora_int_id", number)
+        if self.lora_path is not None:
+            to_path(self.lora_path, "lora_path")
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +130,10 @@ class LlmRequest:
         keeps_adapter: Whether it stays with the generation of its adapter that it got, also before
             it starts, and needs it until it is released: set where a scheduler has counted the
             adapter's pages. See `LoraManager.acquire`.
+
+    Raises:
+        InvalidArgumentError: An id is no integer from 0 to 2^64 - 1, or `priority` or `max_tokens`
+            is none.
     """
 
     request_id: int
@@ -153,6 +153,13 @@ class LlmRequest:
     finish_reason: FinishReason | None = None
     error: PagedLoraError | None = None
     keeps_adapter: bool = False
+
+    def __post_init__(self) -> None:
+        self.request_id = to_integer(self.request_id, "request_id", 0, MAX_ID)
+        if self.lora_task_id is not None:
+            self.lora_task_id = to_integer(self.lora_task_id, "lora_task_id", 0, MAX_ID)
+        self.priority = to_integer(self.priority, "priority")
+        self.max_tokens = to_integer(self.max_tokens, "max_tokens", 0)
 
     @property
     def num_prompt_tokens(self) -> int:

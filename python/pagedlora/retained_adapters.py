@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pagedlora import _core
+from pagedlora.arguments import check_type
 from pagedlora.errors import (
     AdapterFormatError,
     AdapterNotFoundError,
@@ -35,6 +36,7 @@ from pagedlora.loaders.stored import DTYPES, StoredTensor, element_bytes
 from pagedlora.loaders.values import ValueCheck
 from pagedlora.registry.names import check_name
 from pagedlora.registry.sources import Sources
+from pagedlora.shown import quoted, shown
 from pagedlora.trtllm_modules import module_names
 
 if TYPE_CHECKING:
@@ -96,6 +98,7 @@ class RetainedAdapters:
         Raises:
             InvalidArgumentError: There is no such device, or it keeps no values.
         """
+        check_type(model_config, _core.LoraModelConfig, "model_config")
         _check_device(device)
         self._table = ModuleTable(model_config, fused_modules)
         self._modules = list(model_config.modules)
@@ -122,7 +125,7 @@ class RetainedAdapters:
             PagedLoraError: As `LoraManager.register`. Nothing was loaded.
         """
         check_name(name)
-        place = self._sources.place(source, f"adapter '{name!s:.80}'")
+        place = self._sources.place(source, f"adapter {quoted(name)}")
         real_path = place.real_path()
         with self._lock:
             if self._is_loaded(name, real_path):
@@ -178,7 +181,9 @@ class RetainedAdapters:
         import torch
 
         if isinstance(names, str):
-            raise InvalidArgumentError(f"names is {names!r:.80}: it must be a list, one a sequence")
+            raise InvalidArgumentError(
+                f"names is {shown(names)}: it must be a list, one a sequence"
+            )
         with self._lock:
             adapters = [None if name is None else self._find(name).rows for name in names]
         buffers: dict[str, torch.Tensor] = {}
@@ -201,14 +206,15 @@ class RetainedAdapters:
         known = self._adapters.get(name)
         if known is not None and known.real_path != real_path:
             raise InvalidArgumentError(
-                f"adapter '{name}' is loaded from '{known.real_path}', not from '{real_path}': "
+                f"adapter {quoted(name)} is loaded from {quoted(known.real_path)}, not from "
+                f"{quoted(real_path)}: "
                 "unload it, or give the other one another name"
             )
         return known is not None
 
     def _find(self, name: str) -> _Retained:
         if name not in self._adapters:
-            raise AdapterNotFoundError(f"no adapter '{name}' is loaded", name=name)
+            raise AdapterNotFoundError(f"no adapter {quoted(name)} is loaded", name=name)
         return self._adapters[name]
 
     def _read(self, adapter: PeftDirectory) -> list[RetainedRow]:
@@ -237,7 +243,8 @@ class RetainedAdapters:
         if not module or self._keys.count((module, layer)) > 1:
             raise _unsupported(
                 first.pair.a.name,
-                f"module '{first.name}', which has no TensorRT-LLM id of its own in its layer",
+                f"module {quoted(first.name)}, which has no TensorRT-LLM id of its own in its "
+                "layer",
             )
         dtype: torch.dtype = getattr(torch, self._table.config.dtype.name)
         a = _read_tensor(first.pair.a, first.a_row_stride, read, check)
@@ -246,7 +253,8 @@ class RetainedAdapters:
         folded = (b.float() * first.scale).to(dtype)
         if not bool(folded.isfinite().all()):
             raise AdapterFormatError(
-                f"tensor '{first.pair.b.name:.200}' of '{path}' has values over the range of "
+                f"tensor {quoted(first.pair.b.name)} of {quoted(path)} has values over the "
+                "range of "
                 f"{dtype} after it is multiplied by the scale {first.scale:g}",
                 path=path,
                 tensor=first.pair.b.name,
@@ -261,10 +269,10 @@ def _check_device(device: str) -> None:
         keeps_values = not torch.empty(0, device=device).is_meta
     except (RuntimeError, AssertionError, TypeError) as error:  # torch has no error of its own
         raise InvalidArgumentError(
-            f"device {device!r:.80} cannot be used: {error!s:.200}"
+            f"device {shown(device)} cannot be used: {error!s:.200}"
         ) from None
     if not keeps_values:
-        raise InvalidArgumentError(f"device {device!r:.80} keeps no values: pointers lead nowhere")
+        raise InvalidArgumentError(f"device {shown(device)} keeps no values: pointers lead nowhere")
 
 
 def _check(module: BoundModule) -> None:
@@ -277,12 +285,12 @@ def _check(module: BoundModule) -> None:
     if module.is_embedding:
         raise _unsupported(module.pair.a.name, "LoRA for an embedding")
     if module.out_slice is not None:
-        raise _unsupported(module.pair.a.name, f"a part of the fused module '{module.name}'")
+        raise _unsupported(module.pair.a.name, f"a part of the fused module {quoted(module.name)}")
 
 
 def _unsupported(tensor: str, what: str) -> UnsupportedAdapterError:
     return UnsupportedAdapterError(
-        f"tensor '{tensor:.200}' is for {what}, which TensorRT-LLM's lists of pointers have no "
+        f"tensor {quoted(tensor)} is for {what}, which TensorRT-LLM's lists of pointers have no "
         "place for. Way out: serve it with LoraManager",
         field=tensor,
     )

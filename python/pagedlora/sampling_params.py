@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagedlora.arguments import to_integer, to_number
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.shown import shown
 
 _MAX_SEED = 2**64 - 1
 _MAX_LOGPROBS = 1024
@@ -50,69 +51,54 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        max_tokens = _integer("max_tokens", self.max_tokens)
-        if max_tokens < 1:
-            raise InvalidArgumentError(f"max_tokens is {max_tokens}: it must be at least 1")
-        if not 0 <= _integer("min_tokens", self.min_tokens) <= max_tokens:
+        values: dict[str, object] = {
+            "max_tokens": to_integer(self.max_tokens, "max_tokens", 1),
+            "min_tokens": to_integer(self.min_tokens, "min_tokens", 0),
+            "temperature": to_number(self.temperature, "temperature"),
+            "top_k": to_integer(self.top_k, "top_k"),
+            "top_p": to_number(self.top_p, "top_p"),
+            "seed": None if self.seed is None else to_integer(self.seed, "seed"),
+            "stop": _strings(self.stop),
+            "stop_token_ids": _token_ids(self.stop_token_ids),
+            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+            "logprobs": None if self.logprobs is None else to_integer(self.logprobs, "logprobs"),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        if self.min_tokens > self.max_tokens:
             raise InvalidArgumentError(
-                f"min_tokens is {self.min_tokens}: it must be from 0 to max_tokens {max_tokens}"
+                f"min_tokens is {shown(self.min_tokens)}: it must be from 0 to max_tokens "
+                f"{shown(self.max_tokens)}"
             )
-        temperature = _number("temperature", self.temperature)
-        if not 0.0 <= temperature < math.inf:
+        if not 0.0 <= self.temperature < math.inf:
             raise InvalidArgumentError(
-                f"temperature is {temperature}: it must be 0 (greedy) or a positive number"
+                f"temperature is {self.temperature}: it must be 0 (greedy) or a positive number"
             )
-        top_k = _integer("top_k", self.top_k)
-        if top_k < -1:
+        if self.top_k < -1:
             raise InvalidArgumentError(
-                f"top_k is {top_k}: it must be at least 1, or 0 or -1 to switch it off"
+                f"top_k is {shown(self.top_k)}: it must be at least 1, or 0 or -1 to switch it off"
             )
-        top_p = _number("top_p", self.top_p)
-        if not 0.0 < top_p <= 1.0:
+        if not 0.0 < self.top_p <= 1.0:
             raise InvalidArgumentError(
-                f"top_p is {top_p}: it must be over 0 and at most 1 (1 switches it off)"
+                f"top_p is {self.top_p}: it must be over 0 and at most 1 (1 switches it off)"
             )
-        if self.seed is not None and not 0 <= _integer("seed", self.seed) <= _MAX_SEED:
+        if self.seed is not None and not 0 <= self.seed <= _MAX_SEED:
             raise InvalidArgumentError(
-                f"seed is {self.seed}: it must be from 0 to 2^64 - 1, or None for a random one"
+                f"seed is {shown(self.seed)}: it must be from 0 to 2^64 - 1, or None for a random "
+                "one"
             )
-        if (
-            self.logprobs is not None
-            and not 0 <= _integer("logprobs", self.logprobs) <= _MAX_LOGPROBS
-        ):
+        if self.logprobs is not None and not 0 <= self.logprobs <= _MAX_LOGPROBS:
             raise InvalidArgumentError(
-                f"logprobs is {self.logprobs}: it must be from 0 to {_MAX_LOGPROBS}, or None"
+                f"logprobs is {shown(self.logprobs)}: it must be from 0 to {_MAX_LOGPROBS}, or None"
             )
-        object.__setattr__(self, "stop", _strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
-
-
-def _integer(name: str, value: object) -> int:
-    """`value` as an int; numpy integers pass, bools and floats do not."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer") from None
-
-
-def _number(name: str, value: object) -> float:
-    """`value` as a float; NaN and what is not a number is refused."""
-    if isinstance(value, (bool, str, bytes)):
-        raise InvalidArgumentError(f"{name} is {value!r}: it must be a number")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidArgumentError(f"{name} is {value!r}: it must be a number") from None
-    if math.isnan(number):
-        raise InvalidArgumentError(f"{name} is NaN: it must be a number")
-    return number
 
 
 def _strings(value: object) -> tuple[str, ...]:
@@ -122,7 +108,7 @@ def _strings(value: object) -> tuple[str, ...]:
         isinstance(string, str) and string for string in strings
     ):
         raise InvalidArgumentError(
-            f"stop is {value!r:.200}: it must be a string, or a list of strings, not empty"
+            f"stop is {shown(value)}: it must be a string, or a list of strings, not empty"
         )
     return tuple(strings)
 
@@ -130,9 +116,14 @@ def _strings(value: object) -> tuple[str, ...]:
 def _token_ids(value: object) -> tuple[int, ...]:
     """`value` as a tuple of token ids."""
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise InvalidArgumentError(f"stop_token_ids is {value!r}: it must be a list of token ids")
-    ids = tuple(_integer("an element of stop_token_ids", token) for token in value)
-    negative = [token for token in ids if token < 0]
-    if negative:
-        raise InvalidArgumentError(f"stop_token_ids holds {negative[0]}: token ids start at 0")
-    return ids
+        raise InvalidArgumentError(
+            f"stop_token_ids is {shown(value)}: it must be a list of token ids"
+        )
+    return tuple(to_integer(token, "an element of stop_token_ids", 0) for token in value)
+
+
+def _flag(name: str, value: object) -> bool:
+    """`value` as a bool; numpy's passes."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise InvalidArgumentError(f"{name} is {shown(value)}: it must be True or False")

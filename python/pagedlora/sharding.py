@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pagedlora import _core
+from pagedlora.arguments import to_integer
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.shown import counted, quoted
 
 if TYPE_CHECKING:
     import torch
 
+_MAX_RANKS = 2**20
 How = Literal["none", "output", "input"]
 Range = tuple[int, int]
 """First feature and number of features."""
@@ -69,6 +72,8 @@ class Parallel(NamedTuple):
             ("tp", self.tp_size, self.tp_rank),
             ("pp", self.pp_size, self.pp_rank),
         ):
+            to_integer(size, f"{kind}_size", 0, _MAX_RANKS)
+            to_integer(rank, f"{kind}_rank", -1, _MAX_RANKS)
             if size < 1 or not 0 <= rank < size:
                 raise InvalidArgumentError(
                     f"{kind}_size {size} and {kind}_rank {rank} are no rank of a group: give a "
@@ -128,6 +133,8 @@ class Sharding:
             InvalidArgumentError: A module cannot be cut so, a pipeline rank would have no module,
                 or the rank is impossible.
         """
+        if num_layers is not None:
+            to_integer(num_layers, "num_layers", 0)
         self.parallel = parallel.checked()
         self.modules = tuple(modules)
         self.splits = {m.name: splits.get(m.name, ModuleSplit()) for m in self.modules}
@@ -191,12 +198,13 @@ def split_features(
     parts = split.parts or (SplitPart(total),)
     if split.how == "input" and len(parts) > 1:
         raise InvalidArgumentError(
-            f"module '{module.name}' has {len(parts)} parts of its inputs: inputs are one part"
+            f"module {quoted(module.name)} has {len(parts)} parts of its inputs: inputs are "
+            "one part"
         )
     kind = f"{split.how}s" if module.kind == _core.ModuleKind.linear else "rows of the vocabulary"
     if sum(part.length for part in parts) != total:
         raise InvalidArgumentError(
-            f"module '{module.name}' has {total} {kind}, and its parts "
+            f"module {quoted(module.name)} has {total} {kind}, and its parts "
             f"{[part.length for part in parts]} have {sum(part.length for part in parts)}: give "
             "the parts of the whole module"
         )
@@ -239,7 +247,7 @@ def _split_part(name: str, kind: str, part: SplitPart, tp_size: int, tp_rank: in
         return tp_rank * units // tp_size * part.unit, part.unit
     heads = "" if part.unit == 1 else f", {units} heads of {part.unit},"
     raise InvalidArgumentError(
-        f"module '{name}' cannot be split: {part.length} {kind}{heads} are not divisible by "
+        f"module {quoted(name)} cannot be split: {part.length} {kind}{heads} are not divisible by "
         f"tp_size {tp_size}. Way out: another tp_size, or split 'none' for the module, if every "
         "rank has the whole of it"
     )
@@ -257,7 +265,8 @@ def _pipeline_ranks(
     num_layers = max(used, num_layers or 0)
     if pp_size > max(num_layers, 1):
         raise InvalidArgumentError(
-            f"pp_size {pp_size} is more than the model's {num_layers} layers: every pipeline rank "
+            f"pp_size {pp_size} is more than the model's {counted(num_layers, 'layer')}: "
+            "every pipeline rank "
             "needs one"
         )
     ranges = layer_ranges(num_layers, pp_size)

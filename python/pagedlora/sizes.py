@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.shown import shown
 
 _UNITS = {
     "": 1,
@@ -43,14 +44,16 @@ def parse_size(value: object) -> int:
             raise InvalidArgumentError(f"size {value} is negative: {_WAY_OUT}")
         return value
     if not isinstance(value, str):
-        raise InvalidArgumentError(f"size {value!r} is a {type(value).__name__}: {_WAY_OUT}")
+        raise InvalidArgumentError(f"size {shown(value)} is a {type(value).__name__}: {_WAY_OUT}")
     match = _PATTERN.fullmatch(value)
     if match is None:
-        raise InvalidArgumentError(f"size {value!r} is not a number with a unit: {_WAY_OUT}")
+        raise InvalidArgumentError(f"size {shown(value)} is not a number with a unit: {_WAY_OUT}")
     number, unit = match.groups()
     factor = _UNITS.get(unit.lower())
     if factor is None:
-        raise InvalidArgumentError(f"size {value!r} has the unknown unit {unit!r}: {_WAY_OUT}")
+        raise InvalidArgumentError(
+            f"size {shown(value)} has the unknown unit {shown(unit)}: {_WAY_OUT}"
+        )
     return int(Fraction(number) * factor)
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from pagedlora import _core
+from pagedlora.arguments import check_mapping, to_names
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.sharding import How, ModuleSplit, SplitPart
+from pagedlora.shown import shown
 
 
 class Dims(NamedTuple):
@@ -108,7 +110,7 @@ def trtllm_modules(
     num_layers: int,
     dims: Dims,
     names: Sequence[str],
-    sizes: Mapping[str, tuple[int, int]],
+    sizes: Mapping[str, tuple[int, int]] | None,
     tp_size: int,
 ) -> tuple[list[_core.LoraModule], dict[str, ModuleSplit]]:
     """The modules of all layers, whole, in the order of layers and of ids.
@@ -127,6 +129,7 @@ def trtllm_modules(
         InvalidArgumentError: A name is unknown, that of experts, or there twice; a size is missing
             or not wanted; or it is not known how the module is cut.
     """
+    sizes = {} if sizes is None else sizes
     _check(names, sizes, tp_size)
     modules: list[_core.LoraModule] = []
     splits: dict[str, ModuleSplit] = {}
@@ -153,26 +156,35 @@ def _sizes_of(
 
 
 def _check(names: Sequence[str], sizes: Mapping[str, tuple[int, int]], tp_size: int) -> None:
-    if not names or len(set(names)) < len(names):
+    names = to_names(names, "modules")
+    check_mapping(sizes, "sizes", "give (in, out) features by name")
+    if not all(map(_is_pair, sizes.values())):
+        raise InvalidArgumentError(f"sizes is {shown(sizes)}: give (in, out) features by name")
+    if len(set(names)) < len(names):
         raise InvalidArgumentError(f"modules is {list(names)}: name at least one, and each once")
     for name in (*names, *sizes):
         if name in _EXPERTS:
             raise InvalidArgumentError(
-                f"modules has {name!r} (id {_EXPERTS[name]}): adapters for experts are not "
+                f"modules has {shown(name)} (id {_EXPERTS[name]}): adapters for experts are not "
                 "supported; leave it out"
             )
         if name not in _KINDS:
             raise InvalidArgumentError(
-                f"modules has {name!r}, which TensorRT-LLM does not: {', '.join(_KINDS)} are "
+                f"modules has {shown(name)}, which TensorRT-LLM does not: {', '.join(_KINDS)} are "
                 "possible"
             )
         if (_KINDS[name].sizes is None) != (name in sizes):
             raise InvalidArgumentError(
-                f"the sizes of {name!r} do {'not ' if name not in sizes else ''}follow from the "
+                f"the sizes of {shown(name)} do {'not ' if name not in sizes else ''}follow "
+                "from the "
                 f"model's: {'leave it out of' if name in sizes else 'give (in, out) in'} sizes"
             )
         if name in _WHOLE_ONLY and tp_size > 1:
             raise InvalidArgumentError(
-                f"how tensor parallelism splits {name!r} is not known: leave it out, or use "
+                f"how tensor parallelism splits {shown(name)} is not known: leave it out, or use "
                 "from_module with tp_plan"
             )
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2  # noqa: PLR2004

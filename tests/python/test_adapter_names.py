@@ -93,7 +93,7 @@ def test_an_unknown_name_is_an_error(names: AdapterNames, lora: LoRARequest | st
 
 def test_one_name_for_two_paths_is_an_error(names: AdapterNames) -> None:
     names.load("sql", "/a/sql")
-    with pytest.raises(InvalidArgumentError, match=r"/a/sql, not from /a/other"):
+    with pytest.raises(InvalidArgumentError, match=r"'/a/sql', not from '/a/other'"):
         names.resolve(LoRARequest("sql", 1, "/a/other"))
 
 
@@ -189,7 +189,7 @@ def test_an_unloaded_name_can_come_back_from_another_path(names: AdapterNames) -
     names.load("a", "/a")
     del registry.infos["a"]
     assert names.load("a", "/b").path == "/b"
-    with pytest.raises(InvalidArgumentError, match="/b, not from /a"):
+    with pytest.raises(InvalidArgumentError, match="'/b', not from '/a'"):
         names.load("a", "/a")
 
 

@@ -22,6 +22,7 @@ from tests.support.adapters import (
 from tests.support.cache_fixtures import Cache, add_and_wait
 
 from pagedlora import (
+    AdapterFormatError,
     AdapterNotFoundError,
     AdapterPathError,
     InvalidArgumentError,
@@ -274,13 +275,15 @@ def test_a_link_that_is_gone_while_it_is_followed(
 
 
 def test_a_directory_whose_name_is_no_text(small_cache: Cache, root: Path) -> None:
-    """File names are bytes; errors name them as Python spells them."""
+    """File names are bytes; fields of errors have them as Python spells them, messages escaped."""
     manager = LoraManager(small_cache.config, small_cache.peft)
     name = os.fsdecode(os.fsencode(root) + b"/\xff")
     (root / "a").rename(name)
     manager.register("x", name)
     check_content(small_cache, manager, "x", INSIDE)
     os.truncate(f"{name}/{WEIGHTS_FILE}", 3)
-    with pytest.raises(PagedLoraError) as caught:
+    with pytest.raises(AdapterFormatError) as caught:
         manager.register("y", name)
-    assert name in str(caught.value)
+    assert caught.value.path.startswith(name)
+    assert "xff" in str(caught.value)
+    assert str(caught.value).isprintable()

@@ -99,7 +99,7 @@ def test_a_module_that_was_not_called_is_told(shapes: Setup) -> None:
         with torch.inference_mode(), shapes.attached.rows([name], **options):
             shapes.module.proj(torch.ones(1, 8))
 
-    with pytest.raises(UnsupportedModelError, match=r"'a' changes 1 modules.*\(other\)"):
+    with pytest.raises(UnsupportedModelError, match=r"'a' changes 1 module.*\(other\)"):
         run("a")
     run("a", partial=True)
     run("proj")

@@ -244,3 +244,22 @@ HARMLESS = {
 def test_harmless_fields_load(small_cache: Cache, tmp_path: Path, field: str) -> None:
     directory = write_adapter(tmp_path, good_tensors(small_cache), **{field: HARMLESS[field]})
     small_cache.adapters.register("a", directory)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank_pattern": {"(": 4}},
+        {"exclude_modules": "("},
+        {"target_modules": "("},
+    ],
+    ids=["pattern", "excluded", "targets"],
+)
+def test_what_is_wrong_with_a_configuration_names_its_file(
+    small_cache: Cache, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Also where it shows only when modules are looked for: not that of the weights."""
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache), **{**PLAIN, **fields})
+    error = refuse(small_cache, directory, AdapterFormatError)
+    assert error.path == str(directory / CONFIG_FILE)
+    assert error.tensor == ""

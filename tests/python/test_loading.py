@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.support.byte_tokenizer import ByteTokenizer
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model
 from torch import nn
 
-from pagedlora.engine.loading import load_model, parse_dtype, skeleton
+from pagedlora.engine.loading import load_model, parse_dtype
+from pagedlora.engine.pretrained import skeleton
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 
 
@@ -71,7 +72,8 @@ def test_end_of_sequence_comes_from_the_nearest_that_says(
     model = build_tiny_model("llama")
     model.generation_config.eos_token_id = of_generation
     model.config.eos_token_id = of_model
-    tokenizer = SimpleNamespace(eos_token_id=of_tokenizer)
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_token_id = of_tokenizer
     assert load_model(model, tokenizer).eos_token_ids == expected
 
 

@@ -150,6 +150,7 @@ def test_a_register_that_fails_half_way_leaves_neither_name_nor_task(
     }
     cache = SimpleNamespace(
         core=SimpleNamespace(**calls),
+        model_config=small_cache.config,
         page_bytes=small_cache.peft.page_bytes,
         active_tasks={},
         paused_tasks={},

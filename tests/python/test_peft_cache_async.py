@@ -163,7 +163,7 @@ def test_c5_poll_applies_what_the_ranks_agree_on(bench: Bench) -> None:
     [
         (lambda _: 1 / 0, ZeroDivisionError),
         (lambda _: [(1, "disk", True)], InvalidArgumentError),
-        (lambda _: "no outcomes", RuntimeError),
+        (lambda _: "no outcomes", InvalidArgumentError),
     ],
 )
 def test_c5_a_callback_that_raises_changes_nothing(

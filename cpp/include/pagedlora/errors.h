@@ -15,9 +15,11 @@
 
 namespace pagedlora {
 
+// What what() says is one printable line of UTF-8 and of bounded length, whatever names and paths
+// are in it; fields have these as they are.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& message);
 };
 
 // An argument that no state of the system would make valid.
@@ -164,6 +166,14 @@ class AdapterLoadTimeout : public Error {
 class RequestConflictError : public Error {
  public:
   using Error::Error;
+};
+
+// A lease is asked for a request that it has no adapter of.
+class RequestNotLeasedError : public Error {
+ public:
+  explicit RequestNotLeasedError(RequestId request);
+
+  RequestId request;
 };
 
 // A lease, or what hangs on it, was used after close().

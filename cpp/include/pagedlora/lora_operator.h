@@ -96,9 +96,9 @@ class LoraOperator {
   LoraOperator& operator=(LoraOperator&&) noexcept;
   ~LoraOperator();
 
-  // Adds the adapters' outputs for `module` to y. Throws InvalidArgumentError, with y unchanged,
-  // if num_rows differs from the batch's, a task's pages hold elements of another size or the
-  // module is an embedding. x and y
+  // Adds the adapters' outputs for `module` to y. Throws InvalidArgumentError, with y unchanged, if
+  // num_rows differs from the batch's, x or y is null, rows that adapters use are nearer than they
+  // are wide, a task's pages hold elements of another dtype or the module is an embedding. x and y
   // must not overlap and need only the alignment of their elements. Reads every page through the
   // batch's views; never blocks.
   void apply(const LoraBatch& batch, ModuleIndex module, const Activations& activations);
@@ -114,8 +114,6 @@ class LoraOperator {
   struct Tile;
   struct Work;
 
-  void check(const LoraBatch& batch, ModuleIndex module, ModuleKind kind,
-             std::uint32_t num_rows) const;
   void apply(const LoraBatch& batch, ModuleIndex module, const Call& call);
   void find_work(const LoraBatch& batch, ModuleIndex module, ModuleKind kind);
   void apply_run(const internal::LoraKernels& kernels, const Work& work, const Call& call,

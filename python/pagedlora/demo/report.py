@@ -12,7 +12,7 @@ from rich.text import Text
 from pagedlora import _core
 from pagedlora.demo.fleet import Fleet
 from pagedlora.engine.llm import LLM
-from pagedlora.peft_cache import Tier
+from pagedlora.peft_cache_queries import Tier
 from pagedlora.sizes import format_size
 
 LOG_COLUMNS = 100

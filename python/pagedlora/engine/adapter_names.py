@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 from pagedlora.errors import AdapterNotFoundError, InvalidArgumentError
 from pagedlora.paths import to_path
+from pagedlora.registry.names import check_name
 from pagedlora.requests import LlmRequest, LoRARequest
+from pagedlora.shown import quoted
 
 
 class AdapterRegistry(Protocol):
@@ -64,10 +66,12 @@ class AdapterNames:
             The registry's `AdapterInfo`.
 
         Raises:
-            InvalidArgumentError: The name is registered from another path, or the path is none.
+            InvalidArgumentError: The name is registered from another path, or one of the two
+                is none.
             PagedLoraError: The adapter cannot be used; nothing was registered.
         """
-        source = to_path(path, f"the path of adapter '{name!s:.80}'")
+        check_name(name)
+        source = to_path(path, f"the path of adapter {quoted(name)}")
         with self._lock:
             if self._is_registered_from(name, source):
                 return self._registry.get(name)
@@ -128,7 +132,7 @@ class AdapterNames:
         self._check_int_id(lora)
         name = lora.lora_name
         if lora.lora_path is not None:
-            path = to_path(lora.lora_path, f"the path of adapter '{name:.80}'")
+            path = to_path(lora.lora_path, f"the path of adapter {quoted(name)}")
             if not self._is_registered_from(name, path):
                 self._registry.register(name, path)
         task_id = self._registry.task_id(name)
@@ -149,8 +153,8 @@ class AdapterNames:
         wanted = self._registry.resolve_source(path)
         if known != wanted:
             raise InvalidArgumentError(
-                f"adapter '{name}' is registered from {known}, not from {wanted}: give the other "
-                "one another name"
+                f"adapter {quoted(name)} is registered from {quoted(known)}, not from "
+                f"{quoted(wanted)}: give the other one another name"
             )
         return True
 
@@ -167,6 +171,6 @@ class AdapterNames:
         other = self._name_by_int_id.get(lora.lora_int_id, lora.lora_name)
         if other != lora.lora_name and self._is_registered(other):
             raise InvalidArgumentError(
-                f"lora_int_id {lora.lora_int_id} of adapter '{lora.lora_name}' is the number of "
-                f"adapter '{other}': give each name its own number, or none"
+                f"lora_int_id {lora.lora_int_id} of adapter {quoted(lora.lora_name)} is the number "
+                f"of adapter {quoted(other)}: give each name its own number, or none"
             )

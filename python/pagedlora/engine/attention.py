@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pagedlora.errors import UnsupportedModelError
+from pagedlora.shown import quoted
 
 ATTENTION_NAME = "pagedlora"
 
@@ -110,7 +111,7 @@ def _check_arguments(
             continue
         shown = f"of shape {tuple(value.shape)}" if torch.is_tensor(value) else repr(value)
         raise _refuse(
-            module, f"passes the attention argument '{name}' ({shown}), which is not honoured"
+            module, f"passes the attention argument {quoted(name)} ({shown}), which is not honoured"
         )
 
 

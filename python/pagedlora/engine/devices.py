@@ -9,9 +9,10 @@ import torch
 from pagedlora import _core
 from pagedlora.errors import GpuUnavailableError, InvalidArgumentError
 from pagedlora.memory import available_memory_bytes
+from pagedlora.shown import shown
 
 
-def parse_device(device: str) -> torch.device | None:
+def parse_device(device: object) -> torch.device | None:
     """The device of a name; None for "auto".
 
     Args:
@@ -21,14 +22,16 @@ def parse_device(device: str) -> torch.device | None:
         InvalidArgumentError: Another device.
         GpuUnavailableError: A GPU that cannot be used.
     """
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return None
     try:
-        parsed = torch.device(device)
-    except (RuntimeError, TypeError):
+        parsed: torch.device | None = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError):
         parsed = None
     if parsed is None or parsed.type not in ("cpu", "cuda"):
-        raise InvalidArgumentError(f"device is {device!r}: give 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        raise InvalidArgumentError(
+            f"device is {shown(device)}: give 'auto', 'cpu', 'cuda' or 'cuda:N'"
+        )
     if parsed.type == "cuda":
         _check_gpu(parsed)
     return parsed

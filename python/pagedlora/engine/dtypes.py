@@ -6,6 +6,7 @@ import torch
 
 from pagedlora import _core
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.shown import shown
 
 _CORE_DTYPES = {
     torch.float32: _core.Dtype.float32,
@@ -26,7 +27,9 @@ def to_core_dtype(dtype: torch.dtype) -> _core.Dtype:
     Raises:
         InvalidArgumentError: The core does not compute in this type.
     """
-    core_dtype = _CORE_DTYPES.get(dtype)
-    if core_dtype is None:
-        raise InvalidArgumentError(f"dtype must be float32, float16 or bfloat16, not {dtype}")
-    return core_dtype
+    try:
+        return _CORE_DTYPES[dtype]
+    except (KeyError, TypeError):
+        raise InvalidArgumentError(
+            f"dtype must be float32, float16 or bfloat16, not {shown(dtype)}"
+        ) from None

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pagedlora.engine.attention import ATTENTION_NAME
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.shown import quoted
 
 
 class _Turn:
@@ -56,7 +57,8 @@ def check_not_attached(model: nn.Module) -> None:
         hooks = module._forward_pre_hooks.values()
         if any(type(hook).__module__ == "pagedlora.attachment" for hook in hooks):
             raise InvalidArgumentError(
-                f"module '{name}' is attached: detach() it before the model is given to an LLM"
+                f"module {quoted(name)} is attached: detach() it before the model is given to "
+                "an LLM"
             )
 
 

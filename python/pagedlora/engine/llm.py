@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pagedlora import _core
+from pagedlora.arguments import check_type, to_config, to_integer
 from pagedlora.config import (
     KvCacheConfig,
     LoraConfig,
@@ -53,10 +54,10 @@ class LLM:
         model: str | os.PathLike[str] | nn.Module,
         tokenizer: Any | None = None,
         *,
-        lora_config: LoraConfig | None = None,
-        peft_cache_config: PeftCacheConfig | None = None,
-        kv_cache_config: KvCacheConfig | None = None,
-        scheduler_config: SchedulerConfig | None = None,
+        lora_config: LoraConfig | Mapping[str, Any] | None = None,
+        peft_cache_config: PeftCacheConfig | Mapping[str, Any] | None = None,
+        kv_cache_config: KvCacheConfig | Mapping[str, Any] | None = None,
+        scheduler_config: SchedulerConfig | Mapping[str, Any] | None = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
         enable_stats: bool = False,
@@ -67,7 +68,8 @@ class LLM:
             model: A directory, a hub id or a live causal language model on the CPU.
             tokenizer: A tokenizer, or the directory or hub id of one. None: the one beside the
                 model's files; without it prompts are token ids and texts are "".
-            lora_config: Which adapters are accepted; None for the defaults.
+            lora_config: Which adapters are accepted; None for the defaults. This and the next three
+                may also be mappings of their fields.
             peft_cache_config: Memory for adapters; None for the defaults.
             kv_cache_config: Memory for keys and values; None for the defaults.
             scheduler_config: What a step may hold; None for the defaults.
@@ -76,24 +78,30 @@ class LLM:
             enable_stats: Whether each step is recorded for `get_stats()`.
 
         Raises:
-            InvalidArgumentError: Arguments contradict each other or the model.
+            InvalidArgumentError: An argument is of another type, or they contradict each other or
+                the model.
+            ModelLoadError: The model or the tokenizer is not there, or its files cannot be read.
+            ValidationError: Of pydantic: a mapping has unknown fields or impossible values.
             UnsupportedModelError: The model cannot be run with certainty of right answers.
             OutOfMemoryError: A cache could not be allocated.
         """
-        lora_config = lora_config or LoraConfig()
-        peft_cache_config = peft_cache_config or PeftCacheConfig()
-        max_rank = resolve_max_lora_rank(lora_config, peft_cache_config)
+        lora = to_config(LoraConfig, lora_config, "lora_config")
+        peft_cache = to_config(PeftCacheConfig, peft_cache_config, "peft_cache_config")
+        kv_cache = to_config(KvCacheConfig, kv_cache_config, "kv_cache_config")
+        scheduler = to_config(SchedulerConfig, scheduler_config, "scheduler_config")
+        check_type(enable_stats, bool, "enable_stats")
         self._process = _core.ProcessMark()
+        max_rank = resolve_max_lora_rank(lora, peft_cache)
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._generating: int | None = None  # the thread inside generate()
         self._parts: EngineParts | None
         self._parts = build_parts(
             load_model(model, tokenizer, device=device, dtype=dtype),
-            lora_config,
-            peft_cache_config.model_copy(update={"max_lora_rank": max_rank}),
-            kv_cache_config or KvCacheConfig(),
-            scheduler_config or SchedulerConfig(),
+            lora,
+            peft_cache.model_copy(update={"max_lora_rank": max_rank}),
+            kv_cache,
+            scheduler,
             enable_stats=enable_stats,
         )
         self._loop = StepLoop(self._parts, self._lock)
@@ -166,9 +174,13 @@ class LLM:
         return self._loop.submit(next(self._request_ids), text, params, lora)
 
     def abort(self, request_id: int) -> None:
-        """Ends a request with what it has, in the next step; unknown ones are ignored."""
+        """Ends a request with what it has, in the next step; unknown ones are ignored.
+
+        Raises:
+            InvalidArgumentError: It is no integer, or the `LLM` is closed.
+        """
         self._open_parts()
-        self._loop.abort(request_id)
+        self._loop.abort(to_integer(request_id, "request_id"))
 
     def get_stats(self) -> list[dict[str, Any]]:
         """What the steps since the last call did, oldest first; at most the last 1,000.

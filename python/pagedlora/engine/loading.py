@@ -5,28 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from pagedlora.engine.devices import parse_device
+from pagedlora.engine.pretrained import (
+    load_pretrained,
+    load_tokenizer,
+    to_source,
+    tokenizer_beside,
+)
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.shown import shown
 
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
 
 
 @dataclass(frozen=True)
@@ -70,21 +68,23 @@ def load_model(
         dtype: "auto" is the model's own; a live module is not converted.
 
     Raises:
-        InvalidArgumentError: A path does not exist, device or dtype is not possible, or a live
-            module is on another device.
+        InvalidArgumentError: An argument is of another type, device or dtype is not possible, or a
+            live module is on another device.
+        ModelLoadError: The model or the tokenizer is not there, or its files cannot be read.
         GpuUnavailableError: A GPU was asked for and there is none.
-        UnsupportedModelError: The module is not a transformers model.
+        UnsupportedModelError: It is no causal language model of transformers.
     """
     place = parse_device(device)
-    wanted = None if dtype == "auto" else parse_dtype(dtype)
+    wanted = None if isinstance(dtype, str) and dtype == "auto" else parse_dtype(dtype)
     if not isinstance(model, nn.Module):
-        source = _source(model)
+        source = to_source(model, "model")
         place = place or torch.device("cpu")
-        model = _from_pretrained(source, wanted).to(place)
+        if tokenizer is not None:  # before the weights, which take long
+            tokenizer = _checked_tokenizer(tokenizer)
+        model = load_pretrained(source, wanted).to(place)
         if tokenizer is None:
-            tokenizer = _tokenizer_beside(source)
-    if isinstance(tokenizer, (str, os.PathLike)):
-        tokenizer = _tokenizer_from(_source(tokenizer))
+            tokenizer = tokenizer_beside(source)
+    tokenizer = _checked_tokenizer(tokenizer)
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(
@@ -110,62 +110,24 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
         InvalidArgumentError: The core does not compute in it.
     """
     found = _DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES.values():
+    if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
         raise InvalidArgumentError(
-            f"dtype {dtype!r}: it must be 'auto' or one of {', '.join(map(repr, _DTYPES))}"
+            f"dtype {shown(dtype)}: it must be 'auto' or one of {', '.join(map(repr, _DTYPES))}"
         )
-    assert found is not None
     return found
 
 
-def skeleton(model: str | os.PathLike[str]) -> nn.Module:
-    """The modules of a model without memory for its weights.
-
-    Args:
-        model: A directory or a hub id.
-
-    Raises:
-        InvalidArgumentError: A path does not exist.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(_source(model))
-    with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(config)
-    return module
-
-
-def _source(path: str | os.PathLike[str]) -> str:
-    """The path as a string; a path that cannot be a hub id must exist."""
-    source = os.fspath(path)
-    is_path = isinstance(path, os.PathLike) or source.startswith(("/", ".", "~"))
-    source = os.path.expanduser(source)
-    if is_path and not os.path.exists(source):
-        raise InvalidArgumentError(f"{source} does not exist: give a directory or a hub id")
-    return source
-
-
-def _from_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        source, dtype="auto" if dtype is None else dtype
-    )
-    return model
-
-
-def _tokenizer_from(source: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source)
-
-
-def _tokenizer_beside(source: str) -> Any | None:
-    """The tokenizer of a model directory or hub id; None if a directory has none."""
-    directory = Path(source)
-    if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    return _tokenizer_from(source)
+def _checked_tokenizer(tokenizer: Any) -> Any | None:
+    """A tokenizer or its source as a tokenizer, which must turn texts into ids and back."""
+    if isinstance(tokenizer, (str, os.PathLike)):
+        return load_tokenizer(to_source(tokenizer, "tokenizer"))
+    is_one = callable(tokenizer) and callable(getattr(tokenizer, "decode", None))
+    if tokenizer is not None and not is_one:
+        raise InvalidArgumentError(
+            f"tokenizer is {shown(tokenizer)}: give one of transformers, which is called with a "
+            "text and has decode(), or the directory or hub id of one, or None"
+        )
+    return tokenizer
 
 
 def _checked_device(model: nn.Module, wanted: torch.device | None) -> torch.device:

@@ -22,6 +22,7 @@ from pagedlora.engine.row_map import RowMap
 from pagedlora.engine.step import StepBatch
 from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 from pagedlora.model_config import describe_module
+from pagedlora.shown import counted, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,15 @@ class _Hook:
         given = args[0] if args else kwargs.get("input")
         if given is None:
             raise UnsupportedModelError(
-                f"module '{self._name}' was called without its input as first argument or as "
+                f"module {quoted(self._name)} was called without its input as first argument or as "
                 "'input'. Leave the module out of the target modules"
             )
         return given
 
     def _other_rows(self, num_rows: int) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"module '{self._name}' was called with {num_rows} rows where the step has "
+            f"module {quoted(self._name)} was called with {counted(num_rows, 'row')} where "
+            "the step has "
             f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
             "Leave the module out of the target modules"
         )
@@ -111,7 +113,8 @@ class _LinearHook(_Hook):
         dtype = y.dtype
         if x.dtype != dtype:
             raise UnsupportedModelError(
-                f"module '{self._name}' takes {x.dtype} and returns {dtype}; adapters need one "
+                f"module {quoted(self._name)} takes {x.dtype} and returns {dtype}; adapters "
+                "need one "
                 "dtype"
             )
         if dtype is not self._dtype:
@@ -312,12 +315,12 @@ def _find_module(model: nn.Module, spec: _core.LoraModule) -> nn.Module:
     try:
         module: nn.Module = model.get_submodule(spec.name)
     except AttributeError as error:
-        raise InvalidArgumentError(f"the model has no module '{spec.name}'") from error
+        raise InvalidArgumentError(f"the model has no module {quoted(spec.name)}") from error
     found = describe_module(spec.name, module)
     sizes = (spec.in_features, spec.out_features)
     if found is None or (found.in_features, found.out_features) != sizes or found.kind != spec.kind:
         what = "no linear module or embedding" if found is None else repr(found)
         raise InvalidArgumentError(
-            f"module '{spec.name}' of the model is {what}, the configuration says {spec!r}"
+            f"module {quoted(spec.name)} of the model is {what}, the configuration says {spec!r}"
         )
     return module

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.shown import counted, shown
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -51,8 +52,8 @@ def one_per_prompt(
     items = _as_list(value, name)
     if len(items) != num_prompts:
         raise InvalidArgumentError(
-            f"{num_prompts} prompts but {len(items)} elements in {name}: give one for all or one "
-            "per prompt"
+            f"{counted(num_prompts, 'prompt')} but {counted(len(items), 'element')} in {name}: "
+            "give one for all or one per prompt"
         )
     for position, item in enumerate(items):
         if not isinstance(item, single_types):
@@ -67,9 +68,16 @@ def _as_list(value: Any, name: str) -> list[Any]:
     """`value` as a list: a sequence, an array or a tensor."""
     tolist = getattr(value, "tolist", None)
     if callable(tolist):
-        value = tolist()
+        try:
+            value = tolist()
+        except Exception as error:  # whatever a foreign array raises
+            raise InvalidArgumentError(
+                f"{name} is {shown(value)}, which has no list: {error}"
+            ) from error
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise InvalidArgumentError(f"{name} is a {type(value).__name__}: give one or a list")
+        raise InvalidArgumentError(
+            f"{name} is {shown(value)}, a {type(value).__name__}: give one or a list"
+        )
     return list(value)
 
 
@@ -80,7 +88,7 @@ def _as_prompt(item: Any, position: int) -> str | list[int]:
     tokens = _as_list(item, f"prompt {position}")
     if not all(_is_token(token) for token in tokens):
         raise InvalidArgumentError(
-            f"prompt {position} is neither a string nor a list of token ids: {item!r:.80}"
+            f"prompt {position} is neither a string nor a list of token ids: {shown(item)}"
         )
     return [operator.index(token) for token in tokens]
 
@@ -91,6 +99,6 @@ def _is_token(item: Any) -> bool:
         return False
     try:
         operator.index(item)
-    except TypeError:
+    except Exception:  # what foreign types raise differs
         return False
     return True

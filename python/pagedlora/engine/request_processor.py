@@ -13,6 +13,7 @@ from pagedlora.engine.text_stream import TextStream
 from pagedlora.errors import CapacityError, InvalidArgumentError
 from pagedlora.requests import CompletionOutput, LlmRequest, LoRARequest, RequestOutput
 from pagedlora.sampling_params import SamplingParams
+from pagedlora.shown import counted, shown
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class RequestProcessor:
             return list(self._tokenizer(prompt)["input_ids"])
         except Exception as error:  # whatever foreign code raises for this text
             raise InvalidArgumentError(
-                f"the tokenizer cannot read the prompt {prompt!r:.80}: {error}"
+                f"the tokenizer cannot read the prompt {shown(prompt)}: {error}"
             ) from error
 
     def make_request(
@@ -90,7 +91,8 @@ class RequestProcessor:
             room = self._max_model_tokens - len(token_ids)
             if room < 1:
                 raise CapacityError(
-                    f"the prompt has {len(token_ids)} tokens, and the model's full length is "
+                    f"the prompt has {counted(len(token_ids), 'token')}, and the model's full "
+                    "length is "
                     f"{self._max_model_tokens}: no room for an answer; shorten the prompt"
                 )
             max_tokens = min(max_tokens, room)
@@ -160,7 +162,8 @@ class RequestProcessor:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self._vocab_size:
                 raise InvalidArgumentError(
-                    f"the prompt has token id {token}: the model knows 0 to {self._vocab_size - 1}"
+                    f"the prompt has token id {shown(token)}: the model knows 0 to "
+                    f"{self._vocab_size - 1}"
                 )
 
     def _text(self, token_ids: Sequence[int]) -> str:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
 from pagedlora import _core
+from pagedlora.arguments import to_seconds
+from pagedlora.errors import RequestTimeoutError
 from pagedlora.requests import RequestOutput
 
 
@@ -48,13 +50,20 @@ class RequestStream:
             timeout_s: Seconds at most; None: as long as it takes.
 
         Raises:
-            TimeoutError: It has not ended by then; it goes on.
+            RequestTimeoutError: It has not ended by then; it goes on.
+            InvalidArgumentError: The time is no number, or negative.
             Exception: The engine failed.
         """
         self._check_process()
+        limit_s = None if timeout_s is None else to_seconds(timeout_s, "timeout_s")
         with self._changed:
-            if not self._changed.wait_for(lambda: self._has_ended, timeout_s):
-                raise TimeoutError(f"request {self.request_id} has not ended after {timeout_s} s")
+            if not self._changed.wait_for(lambda: self._has_ended, limit_s):
+                raise RequestTimeoutError(
+                    f"request {self.request_id} has not ended after {limit_s:g} s: wait longer, or "
+                    "end it with abort()",
+                    request_id=self.request_id,
+                    limit_seconds=limit_s,
+                )
         return self._outcome()
 
     async def aresult(self) -> RequestOutput:

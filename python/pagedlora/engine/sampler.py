@@ -134,7 +134,8 @@ def _kept_tokens(
         logits = logits[tokens]
     scaled = logits.astype(np.float64)
     scaled -= scaled.max()
-    scaled /= params.temperature
+    with np.errstate(over="ignore"):  # at next to no temperature all but the largest are -inf
+        scaled /= params.temperature
     weights: npt.NDArray[np.float64] = np.exp(scaled)
     if params.top_p < 1.0:
         descending = np.sort(weights)[::-1]

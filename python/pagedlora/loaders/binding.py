@@ -24,6 +24,7 @@ from pagedlora.loaders.stored import (
 )
 from pagedlora.loaders.tensor_names import AmbiguousNameError, renamings
 from pagedlora.sharding import Sharding
+from pagedlora.shown import quoted
 
 _OUTPUT_EMBEDDINGS = ("lm_head", "embed_out")
 """Last parts of their names."""
@@ -137,7 +138,7 @@ def check_rank(rank: int, max_lora_rank: int, path: str) -> None:
     if rank > max_lora_rank:
         raise UnsupportedAdapterError(
             f"LoRA rank {rank} is greater than max_lora_rank {max_lora_rank}: "
-            f"raise max_lora_rank to serve '{path}'",
+            f"raise max_lora_rank to serve {quoted(path)}",
             field="r",
         )
 
@@ -168,7 +169,7 @@ def _make_row(module: BoundModule, offsets: Mapping[str, int]) -> _core.PlannedR
 def dora_error(magnitude: StoredTensor) -> UnsupportedAdapterError:
     """Why weights with DoRA cannot be carried by a request."""
     return UnsupportedAdapterError(
-        f"tensor '{magnitude.name:.200}' belongs to use_dora=True, which needs the norms of the "
+        f"tensor {quoted(magnitude.name)} belongs to use_dora=True, which needs the norms of the "
         "base model's weights: give LoraManager base_weights, and register the adapter",
         field="use_dora",
     )
@@ -232,7 +233,7 @@ def _bind_module(
             raise tensor_error(
                 path,
                 module.pair.a.name,
-                f"belongs to module '{name}', which could be {error} of the model",
+                f"belongs to module {quoted(name)}, which could be {error} of the model",
             ) from None
 
     name = find()
@@ -250,7 +251,7 @@ def _bind_module(
     raise tensor_error(
         path,
         module.pair.a.name,
-        f"belongs to module '{file_name}', which the model does not have or which is not "
+        f"belongs to module {quoted(file_name)}, which the model does not have or which is not "
         "among its LoRA target modules",
     )
 
@@ -261,7 +262,7 @@ def _bind_whole(name: str, module: AdapterModule, table: ModuleTable, path: str)
     if sizes.is_embedding != module.is_embedding:
         has, needed = ("lora_embedding_A", "lora_A")[:: 1 if module.is_embedding else -1]
         raise tensor_error(
-            path, a.name, f"is {has} for module '{name}' of the model, which needs {needed}"
+            path, a.name, f"is {has} for module {quoted(name)} of the model, which needs {needed}"
         )
     _check_vocabulary(name, module, sizes, path)
     _check_pair(module.pair, sizes.in_features, sizes.out_features, table, path)
@@ -279,7 +280,8 @@ def _bind_part(
         raise tensor_error(
             path,
             module.pair.a.name,
-            f"belongs to a part of module '{name}', which has {sizes.out_features} outputs, and "
+            f"belongs to a part of module {quoted(name)}, which has {sizes.out_features} "
+            "outputs, and "
             f"not the {part.total} of its parts in fused_modules",
         )
     _check_pair(module.pair, sizes.in_features, part.length, table, path)
@@ -307,7 +309,8 @@ def _bind_cut(
         raise tensor_error(
             path,
             module.pair.a.name,
-            f"belongs to fused module '{file_name}', and {missing} of its parts are not among the "
+            f"belongs to fused module {quoted(file_name)}, and {missing} of its parts are not "
+            "among the "
             "model's LoRA target modules",
         )
     outs = [table.sizes[name].out_features for name in names]
@@ -343,7 +346,8 @@ def _check_vocabulary(name: str, module: AdapterModule, sizes: ModuleSizes, path
         return
     if theirs > ours:
         raise UnsupportedAdapterError(
-            f"tensor '{tensor.name:.200}' of '{path}' is for {theirs} tokens, and module '{name}' "
+            f"tensor {quoted(tensor.name)} of {quoted(path)} is for {theirs} tokens, and "
+            f"module {quoted(name)} "
             f"of the model has {ours}: tokens were added before the adapter was trained. Way out: "
             f"serve the model that it was trained on, resized to {theirs} tokens "
             "(resize_token_embeddings), or train without new tokens",
@@ -359,7 +363,8 @@ def _check_overlaps(modules: Iterable[BoundModule], path: str) -> None:
             raise tensor_error(
                 path,
                 module.pair.a.name,
-                f"is for a part of module '{module.name}', for all of which there is one, too",
+                f"is for a part of module {quoted(module.name)}, for all of which there is "
+                "one, too",
             )
 
 
@@ -369,7 +374,8 @@ def _check_base_copies(copies: Mapping[str, StoredTensor], table: ModuleTable, p
         needed = [sizes.out_features, sizes.in_features][:: -1 if sizes.is_embedding else 1]
         if copy.shape != needed:
             raise UnsupportedAdapterError(
-                f"tensor '{copy.name:.200}' of '{path}' replaces the weight of module '{name}', "
+                f"tensor {quoted(copy.name)} of {quoted(path)} replaces the weight of module "
+                f"{quoted(name)}, "
                 f"{needed}, by one of shape {copy.shape}: tokens were added, which is not "
                 "supported. Way out: train without new tokens",
                 field=copy.name,

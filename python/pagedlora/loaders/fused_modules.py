@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagedlora.errors import InvalidArgumentError
+from pagedlora.shown import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,20 +56,21 @@ class FusedNames:
                 modules have a part of one name.
         """
         if not isinstance(fused, Mapping):
-            raise InvalidArgumentError(f"fused_modules is {fused!r:.80}: it must be a dictionary")
+            raise InvalidArgumentError(f"fused_modules is {shown(fused)}: it must be a dictionary")
         self._parts: dict[str, Part] = {}
         for name, parts in fused.items():
             if not _are_parts(parts):
                 raise InvalidArgumentError(
-                    f"fused_modules[{name!r}] is {parts!r:.200}: it needs two parts or more, each "
-                    "with its number of outputs"
+                    f"fused_modules[{shown(name)}] is {shown(parts)}: it needs two parts or more, "
+                    "each with its number of outputs"
                 )
             first = 0
             for part, length in parts.items():
                 if part in self._parts:
                     raise InvalidArgumentError(
-                        f"fused_modules has part {part!r} in {self._parts[part].fused!r} and in "
-                        f"{name!r}: it can be in one only"
+                        f"fused_modules has part {shown(part)} in {self._parts[part].fused!r} "
+                        "and in "
+                        f"{shown(name)}: it can be in one only"
                     )
                 self._parts[part] = Part(name, first, length, sum(parts.values()))
                 first += length

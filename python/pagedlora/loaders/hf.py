@@ -18,6 +18,7 @@ from pagedlora.loaders.pickled import PICKLE_NAME, PrivateCopy, convert_pickle
 from pagedlora.loaders.rows import AdapterTensors, pair_tensors, whole_tensors
 from pagedlora.loaders.source_file import SourceFile
 from pagedlora.loaders.stored import StoredTensor
+from pagedlora.shown import quoted
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _SHOWN_TENSORS = 5
@@ -165,13 +166,14 @@ def with_whole_tensors(
         StoredTensor(header.name, header.dtype, header.shape, header.offset) for header in headers
     )
     shown = ", ".join(
-        f"'{tensor.name:.80}' {tensor.shape} of {sizes[tensor.name]} bytes"
+        f"{quoted(tensor.name)} {tensor.shape} of {sizes[tensor.name]} bytes"
         for tensor in whole[:_SHOWN_TENSORS]
     )
     more = f" and {len(whole) - _SHOWN_TENSORS} more" if len(whole) > _SHOWN_TENSORS else ""
     total = sum(sizes[tensor.name] for tensor in whole)
     return UnsupportedAdapterError(
-        f"{error.message}. '{label}' has {len(whole)} such tensors of {total} bytes: {shown}{more}",
+        f"{error.message}. {quoted(label)} has {len(whole)} such tensors of {total} bytes: "
+        f"{shown}{more}",
         field=error.field,
     )
 
@@ -184,12 +186,12 @@ def _open_pickle(
         descriptor = _core.open_file(path, root)
     except AdapterNotFoundError:
         raise AdapterNotFoundError(
-            f"there is no {WEIGHTS_NAME} in '{directory}'", name=str(directory / WEIGHTS_NAME)
+            f"there is no {WEIGHTS_NAME} in {quoted(directory)}", name=str(directory / WEIGHTS_NAME)
         ) from None
     with open(descriptor, "rb") as file:
         if not options.allow_pickle:
             raise UnsupportedAdapterError(
-                f"'{directory}' has its weights in {PICKLE_NAME}, a pickle: save them with "
+                f"{quoted(directory)} has its weights in {PICKLE_NAME}, a pickle: save them with "
                 "safetensors (PEFT: save_pretrained(..., safe_serialization=True)), or, if you "
                 "trust the file, allow_pickle=True",
                 field=PICKLE_NAME,

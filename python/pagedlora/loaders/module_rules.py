@@ -17,6 +17,7 @@ from pagedlora.loaders.patterns import (
 )
 from pagedlora.loaders.peft_config import PeftLoraConfig
 from pagedlora.loaders.peft_values import MAX_FLOAT32
+from pagedlora.shown import quoted
 
 _ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 _LAYER_OF_PATTERN = r"(?:^|.*?\.){}\.(?P<idx>\d+)\."
@@ -47,12 +48,12 @@ class ModuleRules:
 
         Args:
             config: The checked configuration.
-            path: Named in errors.
+            path: Named in errors, where the configuration does not say where it is from.
 
         Raises:
             AdapterFormatError: A pattern is not a regular expression, or too long.
         """
-        self._config, self._path = config, path
+        self._config, self._path = config, config.path or path
         timer = PatternTimer()
         with self._errors("rank_pattern"):
             self._ranks = KeyTable(config.rank_pattern, timer)
@@ -92,7 +93,8 @@ class ModuleRules:
         scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         if abs(scale) > MAX_FLOAT32:
             raise self._error(
-                f"has {rank_source} and an alpha of {alpha} for '{module}': the scale is over "
+                f"has {rank_source} and an alpha of {alpha} for {quoted(module)}: the scale "
+                "is over "
                 "float32's range"
             )
         return ModuleScaling(rank, scale, rank_source)
@@ -156,4 +158,4 @@ class ModuleRules:
             raise self._error(f"has {field}: {error}") from None
 
     def _error(self, problem: str) -> AdapterFormatError:
-        return AdapterFormatError(f"'{self._path}' {problem}", path=self._path, tensor="")
+        return AdapterFormatError(f"{quoted(self._path)} {problem}", path=self._path, tensor="")

@@ -63,4 +63,4 @@ class ModuleTable:
             for index, module in enumerate(modules)
         }
         self.matcher = NameMatcher(self.names)
-        self.fused = FusedNames(fused or {})
+        self.fused = FusedNames({} if fused is None else fused)

@@ -29,6 +29,7 @@ from pagedlora.loaders.pickled import is_dense, keep_tensors, load_pickle
 from pagedlora.loaders.source_file import SourceFile
 from pagedlora.loaders.stored import tensor_error
 from pagedlora.paths import is_possible_path
+from pagedlora.shown import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +84,7 @@ class NemoAdapter(PeftDirectory):
             raise tensor_error(
                 self.weights_path,
                 "",
-                f"is for q, k and v of {self.parts} outputs, and '{target}' of the model has "
+                f"is for q, k and v of {self.parts} outputs, and {quoted(target)} of the model has "
                 f"{tuple(sizes)}",
             )
 
@@ -112,7 +113,8 @@ def open_nemo(
     with open(_core.open_file(path, root), "rb") as file:
         if not options.allow_pickle:
             raise UnsupportedAdapterError(
-                f"'{path}' has its weights in {WEIGHTS_MEMBER}, a pickle: if you trust the file, "
+                f"{quoted(path)} has its weights in {WEIGHTS_MEMBER}, a pickle: if you trust "
+                "the file, "
                 "allow_pickle=True",
                 field=WEIGHTS_MEMBER,
             )
@@ -202,7 +204,8 @@ def _check_pair(
 
 def _unknown(name: str, path: str) -> UnsupportedAdapterError:
     return UnsupportedAdapterError(
-        f"tensor '{name:.200}' of '{path}' cannot be used, and leaving it out would change the "
+        f"tensor {quoted(name)} of {quoted(path)} cannot be used, and leaving it out would "
+        "change the "
         "answers: of NeMo's adapters lora_kqv_adapter in layers of self_attention is supported. "
         "Way out: train with target_modules [attention_qkv], or convert the adapter to PEFT's form",
         field=name,
@@ -219,7 +222,7 @@ def _target(layer: int, by_id: ModulesById, table: ModuleTable, path: str) -> st
         if part is not None:
             return renamed(q[0].name, part.fused)
     raise AdapterFormatError(
-        f"'{path}' has LoRA for q, k and v of layer {layer}, and the model has "
+        f"{quoted(path)} has LoRA for q, k and v of layer {layer}, and the model has "
         f"{len(fused) or 'no'} LoRA target modules of TensorRT-LLM's id {_QKV_ID} (attn_qkv) "
         f"there, and {len(q) or 'no'} of id {_Q_ID} (attn_q), with its k and v in fused_modules",
         path=path,

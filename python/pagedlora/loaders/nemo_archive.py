@@ -23,6 +23,7 @@ from pagedlora.errors import (
 )
 from pagedlora.loaders import pickled
 from pagedlora.loaders.stored import tensor_error
+from pagedlora.shown import quoted
 
 CONFIG_MEMBER = "model_config.yaml"
 WEIGHTS_MEMBER = "model_weights.ckpt"
@@ -84,7 +85,7 @@ def _typed_errors(path: str) -> Iterator[None]:
         raise _error(path, f"has headers that cannot be: {error!s:.200}") from None
     except OSError as error:
         raise AdapterReadError(
-            f"'{path}' cannot be read, or not be copied: {error.strerror}",
+            f"{quoted(path)} cannot be read, or not be copied: {error.strerror}",
             path=path,
             errno=error.errno,
         ) from error
@@ -195,7 +196,8 @@ def _checked_name(member: tarfile.TarInfo, path: str) -> str:
     plain = "/".join(part for part in parts if part not in ("", "."))
     if len(plain) > len(WEIGHTS_MEMBER) and plain.endswith(f"/{WEIGHTS_MEMBER}"):
         raise UnsupportedAdapterError(
-            f"'{path}' has {plain!r:.80}, the weights of one of several ranks. Way out: merge the "
+            f"{quoted(path)} has {plain!r:.80}, the weights of one of several ranks. Way out: "
+            "merge the "
             "ranks into one, and save the adapter again",
             field=WEIGHTS_MEMBER,
         )

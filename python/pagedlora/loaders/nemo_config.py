@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
 from pagedlora.loaders.stored import tensor_error
+from pagedlora.shown import quoted
 
 _LORA_SECTIONS = (("peft", "lora_tuning"), ("lora_tuning",), ("lora",))
 _DIMS = ("adapter_dim", "rank")
@@ -75,7 +76,8 @@ def parse_nemo_config(content: bytes, path: str) -> NemoConfig:
         for name, why in refused.items():
             if _find(section, name):
                 raise UnsupportedAdapterError(
-                    f"'{path}' has {name}={_find(section, name)!r:.80}, which is not supported: "
+                    f"{quoted(path)} has {name}={_find(section, name)!r:.80}, which is not "
+                    "supported: "
                     f"{why}",
                     field=name,
                 )
@@ -131,7 +133,8 @@ def _size(fields: Mapping[str, Any], name: str, path: str, default: int | None =
         return default
     if value is None:
         raise UnsupportedAdapterError(
-            f"'{path}' has no {name}: without it nobody knows which outputs of lora_kqv_adapter "
+            f"{quoted(path)} has no {name}: without it nobody knows which outputs of "
+            "lora_kqv_adapter "
             "are q, k and v. Way out: put the base model's into model_config.yaml",
             field=name,
         )

@@ -12,6 +12,7 @@ from pagedlora.loaders.hf import PeftDirectory, open_peft_directory
 from pagedlora.loaders.load_options import DEFAULT_OPTIONS, LoadOptions
 from pagedlora.loaders.nemo import NEMO_SUFFIX, open_nemo
 from pagedlora.paths import SourcePath
+from pagedlora.shown import quoted
 
 AdapterSource: TypeAlias = SourcePath | GivenTensors
 
@@ -38,7 +39,7 @@ def open_adapter(source: AdapterSource, options: LoadOptions = DEFAULT_OPTIONS) 
 
 def warn_of(notes: Iterable[str], source: AdapterSource) -> None:
     """Warns the caller of what was ignored in an adapter, naming it."""
-    whose = source.label if isinstance(source, GivenTensors) else f"adapter '{source.path}'"
+    whose = source.label if isinstance(source, GivenTensors) else f"adapter {quoted(source.path)}"
     for note in notes:
         warn_caller(f"{whose}: {note}")
 

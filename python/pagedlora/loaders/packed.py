@@ -14,6 +14,7 @@ from pagedlora.errors import AdapterFormatError, UnsupportedAdapterError
 from pagedlora.loaders.binding import check_rank
 from pagedlora.loaders.stored import TORCH_DTYPES
 from pagedlora.sharding import whole_modules
+from pagedlora.shown import counted, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,7 @@ def unpack(
         raise _error(
             path,
             "config",
-            f"has {len(rows)} rows (shape {list(config.shape)}), but the weights have "
+            f"has {counted(len(rows), 'row')} (shape {list(config.shape)}), but the weights have "
             f"{values.shape[0]} (shape {list(weights.shape)}): each row needs its description",
         )
     if not rows:
@@ -132,7 +133,8 @@ def _pairs(
             raise _row_error(
                 path,
                 row,
-                f"is for module '{module.name}' (id {row.module_id} of layer {row.layer_id}), and "
+                f"is for module {quoted(module.name)} (id {row.module_id} of layer "
+                f"{row.layer_id}), and "
                 f"so is row {positions[module.name]}: a module has one row",
             )
         positions[module.name] = row.position
@@ -178,9 +180,12 @@ def _why_no_module(row: _Row, modules: ModulesById) -> str:
     if row.layer_id not in layers:
         return (
             f"has layer {row.layer_id}, where the model has no LoRA target module of id "
-            f"{row.module_id}; it has them in {len(layers)} layers, {layers[0]} to {layers[-1]}"
+            f"{row.module_id}; it has them in {counted(len(layers), 'layer')}, {layers[0]} to "
+            f"{layers[-1]}"
         )
-    names = ", ".join(f"'{m.name}'" for m in modules[row.module_id, row.layer_id][:_SHOWN_IDS])
+    names = ", ".join(
+        f"{quoted(m.name)}" for m in modules[row.module_id, row.layer_id][:_SHOWN_IDS]
+    )
     return (
         f"is for module id {row.module_id} of layer {row.layer_id}, but several modules of the "
         f"model have these: {names}"
@@ -192,8 +197,9 @@ def _check_dora(row: _Row, module: _core.LoraModule, path: str) -> None:
         raise _row_error(path, row, f"has {row.is_dora} where 1 means DoRA and 0 plain LoRA")
     if row.is_dora:
         raise UnsupportedAdapterError(
-            f"row {row.position} of the packed config of '{path}' is DoRA, for module "
-            f"'{module.name}' (id {row.module_id}) of layer {row.layer_id}: only plain LoRA is "
+            f"row {row.position} of the packed config of {quoted(path)} is DoRA, for module "
+            f"{quoted(module.name)} (id {row.module_id}) of layer {row.layer_id}: only plain "
+            "LoRA is "
             "supported",
             field="is_dora",
         )
@@ -201,7 +207,9 @@ def _check_dora(row: _Row, module: _core.LoraModule, path: str) -> None:
 
 def _check_rank(row: _Row, module: _core.LoraModule, max_lora_rank: int, path: str) -> None:
     if row.rank < 1:
-        raise _row_error(path, row, f"has rank {row.rank} for module '{module.name}': 1 is least")
+        raise _row_error(
+            path, row, f"has rank {row.rank} for module {quoted(module.name)}: 1 is least"
+        )
     check_rank(row.rank, max_lora_rank, path)
 
 
@@ -212,7 +220,7 @@ def _split(
     a_shape, b_shape = (row.rank, module.in_features), (module.out_features, row.rank)
     num_a = row.rank * module.in_features
     needed = num_a + module.out_features * row.rank
-    matrices = f"A {list(a_shape)} and B {list(b_shape)} of module '{module.name}'"
+    matrices = f"A {list(a_shape)} and B {list(b_shape)} of module {quoted(module.name)}"
     if values.numel() < needed:
         raise _row_error(
             path,
@@ -232,11 +240,13 @@ def _split(
 
 def _row_error(path: str, row: _Row, problem: str) -> AdapterFormatError:
     return AdapterFormatError(
-        f"row {row.position} of the packed config of '{path}' {problem}",
+        f"row {row.position} of the packed config of {quoted(path)} {problem}",
         path=path,
         tensor="config",
     )
 
 
 def _error(path: str, tensor: str, problem: str) -> AdapterFormatError:
-    return AdapterFormatError(f"packed {tensor} of '{path}' {problem}", path=path, tensor=tensor)
+    return AdapterFormatError(
+        f"packed {tensor} of {quoted(path)} {problem}", path=path, tensor=tensor
+    )

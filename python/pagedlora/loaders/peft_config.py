@@ -25,6 +25,7 @@ from pagedlora.errors import (
 from pagedlora.loaders.peft_fields import PEFT_FIELDS, says_nothing, starts_at_zero
 from pagedlora.loaders.peft_values import FieldReader, format_error, shorten
 from pagedlora.paths import is_possible_path
+from pagedlora.shown import quoted
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 << 20
@@ -49,6 +50,7 @@ class PeftLoraConfig:
         lora_bias: Whether each B has a bias.
         starts_at_zero: Whether target modules without tensors answer like the base model.
         notes: What was ignored, and why.
+        path: Names the file in errors.
     """
 
     r: int
@@ -64,6 +66,7 @@ class PeftLoraConfig:
     lora_bias: bool = False
     starts_at_zero: bool = True
     notes: tuple[str, ...] = ()
+    path: str = field(default="", compare=False)
 
     def key(self) -> tuple[object, ...]:
         """Equal for configurations that say the same, in whatever order."""
@@ -91,7 +94,7 @@ class PeftLoraConfig:
         return {
             name: value
             for name, value in values.items()
-            if name in always or (value and name not in ("starts_at_zero", "notes"))
+            if name in always or (value and name not in ("starts_at_zero", "notes", "path"))
         }
 
 
@@ -157,6 +160,7 @@ def parse_peft_config(
         lora_bias=_lora_bias(values),
         starts_at_zero=starts_at_zero(fields.get("init_lora_weights", True)),
         notes=tuple(notes),
+        path=path,
     )
 
 
@@ -176,7 +180,7 @@ def _read_json(path: Path, root: _core.AdapterRoot | None) -> Mapping[str, Any]:
         content = _read_regular_file(path, root)
     except AdapterNotFoundError:
         raise AdapterNotFoundError(
-            f"there is no {CONFIG_NAME} in '{path.parent}': give the directory that "
+            f"there is no {CONFIG_NAME} in {quoted(str(path.parent))}: give the directory that "
             "PEFT's save_pretrained wrote",
             name=str(path),
         ) from None
@@ -208,7 +212,7 @@ def fields_of(content: bytes, path: str) -> Mapping[str, Any]:
 def _read_regular_file(path: Path, root: _core.AdapterRoot | None) -> bytes:
     """At most one byte more than `MAX_CONFIG_BYTES`."""
     if not is_possible_path(str(path)):
-        raise AdapterNotFoundError(f"no file can be at {str(path)!r}", name=str(path))
+        raise AdapterNotFoundError(f"no file can be at {quoted(str(path))}", name=str(path))
     try:
         with open(_core.open_file(str(path), root), "rb") as file:
             return file.read(MAX_CONFIG_BYTES + 1)
@@ -216,7 +220,9 @@ def _read_regular_file(path: Path, root: _core.AdapterRoot | None) -> bytes:
         raise  # some are OSErrors themselves
     except OSError as error:
         raise AdapterReadError(
-            f"'{path}' cannot be read: {error.strerror}", path=str(path), errno=error.errno
+            f"{quoted(str(path))} cannot be read: {error.strerror}",
+            path=str(path),
+            errno=error.errno,
         ) from error
 
 

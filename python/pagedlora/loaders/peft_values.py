@@ -7,6 +7,7 @@ from typing import Any
 
 from pagedlora.errors import AdapterFormatError
 from pagedlora.loaders.patterns import MAX_PATTERN_LENGTH
+from pagedlora.shown import quoted
 
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 _MAX_RANK = 2**31 - 1
@@ -146,7 +147,7 @@ def shorten(value: Any) -> str:
 
 def format_error(path: str, problem: str) -> AdapterFormatError:
     """What is wrong with a file as a whole."""
-    return AdapterFormatError(f"'{path}' {problem}", path=path, tensor="")
+    return AdapterFormatError(f"{quoted(path)} {problem}", path=path, tensor="")
 
 
 def _is_integer(value: Any) -> bool:

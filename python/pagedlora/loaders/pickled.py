@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any, TypeGuard
 
 from pagedlora.errors import AdapterFormatError, AdapterReadError
+from pagedlora.loaders.pickle_sizes import MAX_ELEMENTS, largest_tuple
+from pagedlora.shown import quoted, shown
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,9 @@ MAX_PICKLE_BYTES = 8 << 30
 _METADATA = "__metadata__"
 """What safetensors files have beside tensors."""
 _ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_RECORD = "data.pkl"
+_LEGACY_PICKLES = 5
+"""Before torch 1.6: a number, a version, the system, the tensors and the keys of their memory."""
 _SHOWN = 200
 
 
@@ -85,7 +90,7 @@ def load_pickle(file: IO[bytes], path: str) -> dict[Any, Any]:
         raise
     except OSError as error:
         raise AdapterReadError(
-            f"'{path}' cannot be read: {error.strerror}", path=path, errno=error.errno
+            f"{quoted(path)} cannot be read: {error.strerror}", path=path, errno=error.errno
         ) from error
     if not isinstance(content, dict):
         raise _error(path, f"has a {type(content).__name__} instead of tensors by name")
@@ -93,7 +98,7 @@ def load_pickle(file: IO[bytes], path: str) -> dict[Any, Any]:
         if is_dense(tensor) and tensor.nbytes > tensor.untyped_storage().nbytes():
             raise _error(
                 path,
-                f"has {name!r:.80} of {tensor.nbytes} bytes, made of "
+                f"has {shown(name)} of {tensor.nbytes} bytes, made of "
                 f"{tensor.untyped_storage().nbytes()}: save it with contiguous()",
             )
     _check_total(content, path)
@@ -130,7 +135,7 @@ def keep_tensors(
         save_file(own, copy.path, metadata)
     except (OSError, SafetensorError) as error:  # the latter where the disk is full
         raise AdapterReadError(
-            f"the tensors of '{path}' cannot be kept in a temporary file: {error}",
+            f"the tensors of {quoted(path)} cannot be kept in a temporary file: {error}",
             path=path,
             errno=getattr(error, "errno", None) or errno.EIO,
         ) from error
@@ -157,7 +162,7 @@ def own_tensors(tensors: object, path: str) -> dict[str, torch.Tensor]:
         if not isinstance(name, str) or name == _METADATA or not is_dense(tensor):
             raise _error(
                 path,
-                f"has {name!r:.80}, a {type(tensor).__name__}: dense tensors with their values in "
+                f"has {shown(name)}, a {type(tensor).__name__}: dense tensors with their values in "
                 "memory are needed",
             )
     _check_total(given, path)
@@ -197,20 +202,47 @@ def _unpickle(file: IO[bytes], path: str) -> object:
 
 
 def _check_unpacked(file: IO[bytes], size_bytes: int, path: str) -> None:
-    """Refuses records that are compressed or overlap, as in bombs, and never by `torch.save`."""
-    if file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
-        try:
+    """Refuses what `torch.save` never writes and bombs are made of.
+
+    That is, records that are compressed or overlap, and tuples that hold others many times over.
+    """
+    try:
+        if file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC:
             with zipfile.ZipFile(file) as archive:
-                unpacked = sum(record.file_size for record in archive.infolist())
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-            raise _error(path, f"is not a pickle of tensors alone: {error!s:.{_SHOWN}}") from None
-        if unpacked > size_bytes:
-            raise _error(
-                path,
-                f"has {size_bytes} bytes, which unpack to {unpacked}: save it with torch.save(), "
-                "which does not compress",
-            )
+                _check_archive(archive, size_bytes, path)
+        else:
+            file.seek(0)
+            for _ in range(_LEGACY_PICKLES):
+                _check_tuples(file, path)
+    except AdapterFormatError:
+        raise
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise _error(path, f"is not a pickle of tensors alone: {error!s:.{_SHOWN}}") from None
     file.seek(0)
+
+
+def _check_archive(archive: zipfile.ZipFile, size_bytes: int, path: str) -> None:
+    records = archive.infolist()
+    unpacked = sum(record.file_size for record in records)
+    if unpacked > size_bytes:
+        raise _error(
+            path,
+            f"has {size_bytes} bytes, which unpack to {unpacked}: save it with torch.save(), "
+            "which does not compress",
+        )
+    for record in records:
+        if record.filename.rpartition("/")[2] == _PICKLE_RECORD:
+            with archive.open(record) as file:
+                _check_tuples(file, path)
+
+
+def _check_tuples(file: IO[bytes], path: str) -> None:
+    if largest_tuple(file) > MAX_ELEMENTS:
+        raise _error(
+            path,
+            f"has a tuple of more than {MAX_ELEMENTS} elements, of others many times over: save "
+            "tensors by name with torch.save()",
+        )
 
 
 def _check_total(tensors: Mapping[Any, Any], path: str) -> None:
@@ -221,4 +253,4 @@ def _check_total(tensors: Mapping[Any, Any], path: str) -> None:
 
 
 def _error(path: str, problem: str) -> AdapterFormatError:
-    return AdapterFormatError(f"'{path}' {problem}", path=path, tensor="")
+    return AdapterFormatError(f"{quoted(path)} {problem}", path=path, tensor="")

@@ -17,6 +17,7 @@ from pagedlora.loaders.stored import (
     tensor_error,
 )
 from pagedlora.loaders.tensor_names import TensorKind, split_name, why_unsupported
+from pagedlora.shown import quoted
 
 _MATRIX_DIMS = 2
 _SHOWN_TARGETS = 5
@@ -101,7 +102,9 @@ def pair_tensors(
         kinds = found.setdefault(name.module, {})
         if name.kind in kinds:
             raise tensor_error(
-                path, tensor.name, f"is there twice, the other time as '{kinds[name.kind].name}'"
+                path,
+                tensor.name,
+                f"is there twice, the other time as {quoted(kinds[name.kind].name)}",
             )
         kinds[name.kind] = tensor
         adapter_names.add(name.adapter)
@@ -138,7 +141,8 @@ def _unsupported(tensors: Iterable[StoredTensor], path: str) -> UnsupportedAdapt
     bad = [(kind, tensor) for kind, tensor in found if why_unsupported(kinds[kind]) is not None]
     kind, tensor = min(bad, key=lambda each: each[0])
     return UnsupportedAdapterError(
-        f"tensor '{tensor.name:.200}' of '{path}', shape {tensor.shape}, cannot be used, and "
+        f"tensor {quoted(tensor.name)} of {quoted(path)}, shape {tensor.shape}, cannot be "
+        "used, and "
         f"leaving it out would change the answers: {why_unsupported(kinds[kind])}",
         field=tensor.name,
     )
@@ -147,7 +151,7 @@ def _unsupported(tensors: Iterable[StoredTensor], path: str) -> UnsupportedAdapt
 def _one_name(names: set[str], path: str) -> str:
     """The name of the adapter in the tensors' names; "" if there is none."""
     if len(names) > 1:
-        shown = ", ".join(f"'{name:.80}'" for name in sorted(names)[:_SHOWN_TARGETS])
+        shown = ", ".join(f"{quoted(name)}" for name in sorted(names)[:_SHOWN_TARGETS])
         raise tensor_error(path, "", f"has the tensors of {len(names)} adapters, {shown}: save one")
     return next(iter(names), "")
 
@@ -192,7 +196,9 @@ def _matrix_kinds(
     others = kinds.keys() & {*linear, TensorKind.BIAS}
     if others:
         name = kinds[min(others, key=lambda kind: kind.value)].name
-        raise tensor_error(path, name, f"is beside lora_embedding_A or _B of module '{module}'")
+        raise tensor_error(
+            path, name, f"is beside lora_embedding_A or _B of module {quoted(module)}"
+        )
     return embedding
 
 

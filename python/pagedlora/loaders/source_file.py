@@ -15,6 +15,7 @@ from pagedlora.errors import (
     AdapterSourceChangedError,
     PagedLoraError,
 )
+from pagedlora.shown import quoted
 
 CHUNK_BYTES = 1 << 20
 """What is in memory of a file at a time."""
@@ -135,10 +136,10 @@ def _system_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError):
-        raise AdapterNotFoundError(f"there is no file '{path}'", name=path) from None
+        raise AdapterNotFoundError(f"there is no file {quoted(path)}", name=path) from None
     except PagedLoraError:
         raise  # some are OSErrors themselves
     except OSError as error:
         raise AdapterReadError(
-            f"'{path}' cannot be read: {error.strerror}", path=path, errno=error.errno
+            f"{quoted(path)} cannot be read: {error.strerror}", path=path, errno=error.errno
         ) from error

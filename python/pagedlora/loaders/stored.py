@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError
+from pagedlora.shown import quoted
 
 DTYPES = {
     "F32": _core.Dtype.float32,
@@ -79,5 +80,5 @@ def rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
 
 def tensor_error(path: str, tensor: str, problem: str) -> AdapterFormatError:
     """What is wrong with a tensor of an adapter; `tensor` empty: with all of it."""
-    subject = f"tensor '{tensor:.200}' of '{path}'" if tensor else f"'{path}'"
+    subject = f"tensor {quoted(tensor)} of {quoted(path)}" if tensor else f"{quoted(path)}"
     return AdapterFormatError(f"{subject} {problem}", path=path, tensor=tensor)

@@ -9,6 +9,7 @@ import numpy as np
 
 from pagedlora import _core
 from pagedlora.errors import AdapterFormatError
+from pagedlora.shown import quoted
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -98,5 +99,7 @@ class ValueCheck:
 
     def _error(self, tensor: str, problem: str) -> AdapterFormatError:
         return AdapterFormatError(
-            f"tensor '{tensor}' of '{self._path}' {problem}", path=self._path, tensor=tensor
+            f"tensor {quoted(tensor)} of {quoted(self._path)} {problem}",
+            path=self._path,
+            tensor=tensor,
         )

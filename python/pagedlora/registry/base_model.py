@@ -16,6 +16,7 @@ from pagedlora.loaders.binding import ZERO_BIAS, BoundAdapter
 from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.source_file import SourceFile
 from pagedlora.loaders.stored import DTYPES, StoredTensor
+from pagedlora.shown import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,8 @@ class BaseModel:
         uses_dora = any(module.vectors.magnitude is not None for module in adapter.modules)
         if uses_dora and self._weights is None:
             raise UnsupportedAdapterError(
-                f"'{path}' has use_dora=True, which needs the norms of the base model's weights: "
+                f"{quoted(path)} has use_dora=True, which needs the norms of the base model's "
+                "weights: "
                 "give LoraManager base_weights (an LLM does)",
                 field="use_dora",
             )
@@ -135,7 +137,8 @@ class BaseModel:
                 return
             problem = "which differs from the one that is served"
         raise UnsupportedAdapterError(
-            f"tensor '{copy.name:.200}' of '{path}' is a weight of the base model, {problem}. Way "
+            f"tensor {quoted(copy.name)} of {quoted(path)} is a weight of the base model, "
+            f"{problem}. Way "
             "out: save the adapter with save_embedding_layers=False",
             field=copy.name,
         )
@@ -153,7 +156,8 @@ def _check_whole(weight: torch.Tensor, module: BoundModule, path: str) -> None:
     needed = (module.pair.b.shape[0], module.whole_a.shape[1])
     if tuple(weight.shape) != needed:
         raise UnsupportedAdapterError(
-            f"'{path}' has use_dora=True for module '{module.name}', which is split by its inputs: "
+            f"{quoted(path)} has use_dora=True for module {quoted(module.name)}, which is "
+            "split by its inputs: "
             f"its norms need the whole weight {list(needed)}, and base_weights gives "
             f"{list(weight.shape)}. Way out: give base_weights that reads whole weights, from the "
             "checkpoint",

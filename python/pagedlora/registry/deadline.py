@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import time
 
-from pagedlora.errors import AdapterLoadTimeout, InvalidArgumentError
+from pagedlora.arguments import to_seconds
+from pagedlora.errors import AdapterLoadTimeout
+from pagedlora.shown import quoted
 
 
 class Deadline:
@@ -20,12 +22,7 @@ class Deadline:
         Raises:
             InvalidArgumentError: It is negative or no number.
         """
-        is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-        if timeout_s is not None and not (is_number and timeout_s >= 0):
-            raise InvalidArgumentError(
-                f"timeout_s is {timeout_s!r:.80}: it must be seconds, 0 or more, or None"
-            )
-        self._limit_s = math.inf if timeout_s is None else float(timeout_s)
+        self._limit_s = math.inf if timeout_s is None else to_seconds(timeout_s, "timeout_s")
         self._end = time.monotonic() + self._limit_s
 
     def left_s(self, at_most: float) -> float:
@@ -40,7 +37,8 @@ class Deadline:
     def error(self, name: str) -> AdapterLoadTimeout:
         """What to raise when an adapter is not loaded by then."""
         return AdapterLoadTimeout(
-            f"adapter '{name}' was not loaded within {self._limit_s:g} s; the load was given up",
+            f"adapter {quoted(name)} was not loaded within {self._limit_s:g} s; the load was "
+            "given up",
             limit_seconds=self._limit_s,
             stuck_readers=0,
         )

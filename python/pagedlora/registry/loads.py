@@ -14,6 +14,7 @@ from pagedlora.registry.lora_dir import AdapterFiles
 from pagedlora.registry.names import NameEntry
 from pagedlora.registry.parts import RegistryParts
 from pagedlora.registry.reload import Reloader
+from pagedlora.shown import quoted
 
 
 class Loader:
@@ -143,6 +144,7 @@ class Loader:
 
 def _other_source(name: str, known: str | None, real_path: str | None) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"adapter '{name}' is registered from '{known}', not from '{real_path}': use reload() to "
+        f"adapter {quoted(name)} is registered from {quoted(known)}, not from "
+        f"{quoted(real_path)}: use reload() to "
         "give the name other content, or give that one another name"
     )

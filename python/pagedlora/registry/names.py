@@ -17,6 +17,7 @@ from pagedlora.errors import (
 from pagedlora.registry.generations import Generation, GenerationTable, Use
 from pagedlora.registry.host_pins import HostPins
 from pagedlora.registry.lora_dir import MAX_NAME_BYTES, AdapterFiles
+from pagedlora.shown import counted, quoted, shown
 
 if TYPE_CHECKING:
     from typing import Any
@@ -31,7 +32,7 @@ def check_name(name: object) -> None:
     size = len(name.encode(errors="surrogatepass")) if isinstance(name, str) else 0
     if not 1 <= size <= MAX_NAME_BYTES:
         raise InvalidArgumentError(
-            f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {name!r:.80}"
+            f"an adapter's name must be a string of 1 to {MAX_NAME_BYTES} bytes, not {shown(name)}"
         )
 
 
@@ -88,9 +89,16 @@ class NameTable:
         """All of them."""
         return tuple(self._entries.values())
 
-    def find(self, name: str) -> NameEntry | None:
-        """The entry of a name, also of one that is being unloaded."""
-        return self._entries.get(name)
+    def find(self, name: object) -> NameEntry | None:
+        """The entry of a name, also of one that is being unloaded.
+
+        Raises:
+            InvalidArgumentError: It is no string.
+        """
+        if isinstance(name, str):
+            return self._entries.get(name)
+        check_name(name)
+        return None
 
     def get(self, name: str) -> NameEntry:
         """The entry of a name, also of one that is being unloaded.
@@ -98,11 +106,12 @@ class NameTable:
         Raises:
             AdapterNotFoundError: There is none.
         """
-        entry = self._entries.get(name)
+        entry = self.find(name)
         if entry is None:
+            others = counted(len(self._entries), "other is", "others are")
             raise AdapterNotFoundError(
-                f"no adapter '{name}' is registered; {len(self._entries)} others are. "
-                "Register it, or use None for the base model",
+                f"no adapter {quoted(name)} is registered; {others}. Register it, or use None for "
+                "the base model",
                 name=name,
             )
         return entry
@@ -115,14 +124,14 @@ class NameTable:
         """
         entry = self.get(name)
         if entry.is_unloading:
-            raise AdapterNotFoundError(f"adapter '{name}' is being unloaded", name=name)
+            raise AdapterNotFoundError(f"adapter {quoted(name)} is being unloaded", name=name)
         return entry
 
     def check_current(self, entry: NameEntry) -> None:
         """Raises AdapterNotFoundError if the name was unloaded meanwhile, or is about to be."""
         if self.require(entry.name) is not entry:
             raise AdapterNotFoundError(
-                f"adapter '{entry.name}' was unloaded meanwhile, and registered anew",
+                f"adapter {quoted(entry.name)} was unloaded meanwhile, and registered anew",
                 name=entry.name,
             )
 
@@ -131,7 +140,8 @@ class NameTable:
         entry = self._entries.get(name)
         if entry is not None:
             raise InvalidArgumentError(
-                f"adapter '{name}' is already registered from '{entry.path}': use another name"
+                f"adapter {quoted(name)} is already registered from {quoted(entry.path)}: use "
+                "another name"
             )
 
     def add(
@@ -190,7 +200,7 @@ class NameTable:
         if use is not None and self._generations.is_live_use(use):
             if use.request is not request or entry.uses.get(request_id) is not use:
                 raise RequestConflictError(
-                    f"request {request_id} uses adapter '{use.name}' already, task "
+                    f"request {request_id} uses adapter {quoted(use.name)} already, task "
                     f"{use.generation.task_id}: release it first"
                 )
             return use.generation.task_id
@@ -298,11 +308,11 @@ class Owners:
 
 def in_use_error(entry: NameEntry, users: frozenset[int], timeout_s: float) -> AdapterInUseError:
     """Why a name was not unloaded, with the first of the requests that use it."""
-    shown = ", ".join(map(str, sorted(users)[:_SHOWN_OWNERS]))
+    first = ", ".join(map(str, sorted(users)[:_SHOWN_OWNERS]))
     more = ", ..." if len(users) > _SHOWN_OWNERS else ""
     return AdapterInUseError(
-        f"adapter '{entry.name}' is still in use after {timeout_s:g} s, by {len(users)} requests: "
-        f"{shown}{more}; it was not unloaded",
+        f"adapter {quoted(entry.name)} is still in use after {timeout_s:g} s, by "
+        f"{counted(len(users), 'request')}: {first}{more}; it was not unloaded",
         task_id=entry.generation.task_id,
         num_owners=len(users),
         owners=users,

@@ -13,6 +13,7 @@ from pagedlora.registry.generations import MAX_RETIRED, Generation
 from pagedlora.registry.lora_dir import AdapterFiles
 from pagedlora.registry.names import NameEntry
 from pagedlora.registry.parts import RegistryParts
+from pagedlora.shown import counted, quoted, shown
 
 
 class Reloader:
@@ -190,8 +191,8 @@ class Reloader:
         actual = entry.generation.digest
         if expected is not None and expected != actual:
             raise GenerationConflictError(
-                f"adapter '{entry.name}' is of generation {actual}, not {expected}: somebody else "
-                "reloaded it, or its content was never read",
+                f"adapter {quoted(entry.name)} is of generation {actual}, not {shown(expected)}: "
+                "somebody else reloaded it, or its content was never read",
                 name=entry.name,
                 expected=expected,
                 actual=actual,
@@ -203,7 +204,8 @@ class Reloader:
         if len(retired) >= MAX_RETIRED:
             owners = frozenset(request for g in retired for request in g.uses)
             raise AdapterInUseError(
-                f"adapter '{entry.name}' cannot be reloaded: {len(retired)} generations are "
+                f"adapter {quoted(entry.name)} cannot be reloaded: "
+                f"{counted(len(retired), 'generation is', 'generations are')} "
                 "retired and their requests have not ended; wait for them",
                 task_id=retired[0].task_id,
                 num_owners=len(owners),

@@ -7,6 +7,7 @@ import hashlib
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.loaders.digest import length_prefixed
 from pagedlora.loaders.module_table import ModuleTable
+from pagedlora.shown import shown
 
 
 def base_identity(table: ModuleTable, base_model_id: str) -> bytes:
@@ -19,7 +20,7 @@ def base_identity(table: ModuleTable, base_model_id: str) -> bytes:
         base_model_id.encode()
     except (AttributeError, UnicodeEncodeError) as error:
         raise InvalidArgumentError(
-            f"base_model_id is {base_model_id!r:.80}: it must be text"
+            f"base_model_id is {shown(base_model_id)}: it must be text"
         ) from error
     parts = [base_model_id, table.config.dtype.name]
     for name in table.names:
@@ -31,7 +32,7 @@ def base_identity(table: ModuleTable, base_model_id: str) -> bytes:
 def check_tenant_salt(tenant_salt: object) -> None:
     """Raises InvalidArgumentError if it is not bytes."""
     if not isinstance(tenant_salt, bytes):
-        raise InvalidArgumentError(f"tenant_salt is {tenant_salt!r:.80}: it must be bytes")
+        raise InvalidArgumentError(f"tenant_salt is {shown(tenant_salt)}: it must be bytes")
 
 
 def cache_salt(digest: str, base: bytes, tenant_salt: bytes) -> bytes:

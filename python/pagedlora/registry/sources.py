@@ -10,6 +10,7 @@ from pagedlora.loaders.given_tensors import GivenTensors, PeftTensors
 from pagedlora.loaders.open_adapter import AdapterSource
 from pagedlora.paths import SourceForm, SourcePath, is_possible_path, to_path, without_links
 from pagedlora.registry.lora_dir import AdapterFiles, LoraDirectory
+from pagedlora.shown import quoted
 
 
 class Sources:
@@ -21,9 +22,9 @@ class Sources:
         lora_dir: str | os.PathLike[str] | None,
     ) -> None:
         """As `LoraManager.__init__`."""
-        root = None if adapter_root is None else to_path(adapter_root, "adapter_root")
+        root = None if adapter_root is None else _directory(adapter_root, "adapter_root")
         self._root = None if root is None else _core.AdapterRoot(root)
-        directory = None if lora_dir is None else to_path(lora_dir, "lora_dir")
+        directory = None if lora_dir is None else _directory(lora_dir, "lora_dir")
         self._lora_dir = None if directory is None else LoraDirectory(directory)
 
     def place(self, source: object, whose: str, form: SourceForm = "auto") -> AdapterSource:
@@ -48,7 +49,7 @@ class Sources:
         """As `LoraManager.resolve_source`."""
         place = SourcePath.of(source, "the source", self._root)
         if not is_possible_path(place.path):
-            raise InvalidArgumentError(f"{place.path!r:.200} is no possible path")
+            raise InvalidArgumentError(f"{quoted(place.path)} is no possible path")
         return place.real_path()
 
     @property
@@ -69,7 +70,8 @@ class Sources:
         place = self._lora_dir.find(name)
         if place is None:
             raise AdapterNotFoundError(
-                f"no adapter '{name!s:.300}' is registered, and lora_dir '{self._lora_dir.path}' "
+                f"no adapter {quoted(name)} is registered, and lora_dir "
+                f"{quoted(self._lora_dir.path)} "
                 "has no directory of that name with an adapter_config.json",
                 name=name,
             )
@@ -86,5 +88,13 @@ class Sources:
         listed = self.find_listed(name)
         if listed is not None and without_links(listed.path) != place.real_path():
             raise InvalidArgumentError(
-                f"adapter '{name}' is already in lora_dir, at '{listed.path}': use another name"
+                f"adapter {quoted(name)} is already in lora_dir, at {quoted(listed.path)}: use "
+                "another name"
             )
+
+
+def _directory(value: object, name: str) -> str:
+    path = to_path(value, name)
+    if not is_possible_path(path):
+        raise InvalidArgumentError(f"{name} is {quoted(path)}, which is no possible path")
+    return path

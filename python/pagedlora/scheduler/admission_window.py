@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from pagedlora.arguments import refuse_requests, to_integer
 from pagedlora.errors import LoraCacheFullError, PagedLoraError
 
 
@@ -47,6 +48,8 @@ class AdmissionWindow:
                 queue.
             max_skip_passes: Passes that may let others in ahead of the head.
         """
+        to_integer(size, "size", 1)
+        to_integer(max_skip_passes, "max_skip_passes", 0)
         self._peft = peft_cache_manager
         self._size = size
         self._max_skip_passes = max_skip_passes
@@ -69,7 +72,10 @@ class AdmissionWindow:
             Requests whose adapter cannot be had at all, and why.
         """
         failed: list[tuple[Any, PagedLoraError]] = []
-        window = [r for r in islice(waiting, self._size) if r.lora_task_id is not None]
+        try:
+            window = [r for r in islice(waiting, self._size) if r.lora_task_id is not None]
+        except (AttributeError, TypeError) as error:
+            refuse_requests(waiting, "waiting", error, ("request_id", "lora_task_id"))
         wanted: list[Any] = []  # to be prefetched
         head, refusal, is_overtaken = None, None, False
         for request in window:

@@ -36,6 +36,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args
 
+from pagedlora.arguments import check_choice, refuse_requests, to_integer
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.scheduler.capacity_inputs import (
     BlockManager,
@@ -105,14 +106,9 @@ class CapacityScheduler:
         Raises:
             InvalidArgumentError: An unknown policy, a number out of range, or no KV manager.
         """
-        if policy not in get_args(CapacityPolicy):
-            known = ", ".join(get_args(CapacityPolicy))
-            raise InvalidArgumentError(f"policy is {policy!r}: it must be one of {known}")
-        if max_num_requests < 1 or max_skip_passes < 0:
-            raise InvalidArgumentError(
-                f"max_num_requests is {max_num_requests} and max_skip_passes {max_skip_passes}: "
-                "they must be at least 1 and 0"
-            )
+        check_choice(policy, get_args(CapacityPolicy), "policy")
+        to_integer(max_num_requests, "max_num_requests", 1)
+        to_integer(max_skip_passes, "max_skip_passes", 0)
         if kv_cache_manager is None and policy != "max_requests":
             raise InvalidArgumentError(f"policy {policy} needs a kv_cache_manager")
         self._policy = policy
@@ -142,9 +138,12 @@ class CapacityScheduler:
         Raises:
             InvalidArgumentError: A request's state is unknown.
         """
-        run = CapacityPass(
-            active_requests, inflight_request_ids, self._kv, self._peft, self._skip_bound
-        )
+        try:
+            run = CapacityPass(
+                active_requests, inflight_request_ids, self._kv, self._peft, self._skip_bound
+            )
+        except (AttributeError, TypeError) as error:
+            refuse_requests(active_requests, "active_requests", error, ("request_id", "state"))
         if self._policy == "max_utilization":
             self._walk_by_precedence(run)
         else:

@@ -30,11 +30,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pagedlora.errors import LoraCacheFullError, PagedLoraError
+from pagedlora.arguments import check_type, refuse_requests, to_integer
+from pagedlora.errors import InvalidArgumentError, LoraCacheFullError, PagedLoraError
 from pagedlora.scheduler.page_budget import PageBudget
 from pagedlora.scheduler.pass_order import pass_order
 from pagedlora.scheduler.precedence import Record, Records
 from pagedlora.scheduler.step import ContextChunk, KvManager, PeftManager, SchedulerOutput
+from pagedlora.shown import shown
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 T = TypeVar("T")
@@ -93,6 +95,10 @@ class KVCacheV2Scheduler:
                 computed again always may.
             max_skip_passes: Passes that may admit others ahead of the oldest that is ready.
         """
+        to_integer(max_batch_size, "max_batch_size", 1)
+        to_integer(max_num_tokens, "max_num_tokens", 1)
+        to_integer(max_skip_passes, "max_skip_passes", 0)
+        check_type(enable_chunked_prefill, bool, "enable_chunked_prefill")
         self._kv = kv_cache_manager
         self._peft = peft_cache_manager
         self._keeps_blocks = policy == "guaranteed_no_evict"
@@ -119,9 +125,17 @@ class KVCacheV2Scheduler:
             What to compute. Keys and values of those that gave way are moved or dropped, and
             adapters paused and added, when this returns.
         """
-        records = self._records.update(active_requests)
+        try:
+            inflight = set(inflight_request_ids)
+        except TypeError:
+            raise InvalidArgumentError(
+                f"inflight_request_ids is {shown(inflight_request_ids)}: give ids of requests"
+            ) from None
+        try:
+            records = self._records.update(active_requests)
+        except (AttributeError, TypeError) as error:
+            refuse_requests(active_requests, "active_requests", error, ("request_id", "priority"))
         self._num_passes += 1
-        inflight = set(inflight_request_ids)
         budget = PageBudget(self._peft)
         order: list[Record] = []
         for record in records:

@@ -1,0 +1,161 @@
+"""Models and tokenizers from directories or the Hugging Face hub, by transformers' loaders.
+
+Whatever these raise becomes an error of this package that names the source and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pagedlora.arguments import check_type
+from pagedlora.errors import InvalidArgumentError, ModelLoadError, UnsupportedModelError
+from pagedlora.shown import counted, printable, quoted, shown
+
+_SHOWN_WEIGHTS = 3
+_SHOWN_REASON = 400
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def to_source(path: str | os.PathLike[str], what: str) -> str:
+    """A directory or a hub id as a string; a path that cannot be a hub id must exist.
+
+    Args:
+        path: As a caller gave it.
+        what: What it is of, for messages: "model" or "tokenizer".
+
+    Raises:
+        InvalidArgumentError: It is neither, or empty.
+        ModelLoadError: There is no such directory.
+    """
+    is_path = isinstance(path, os.PathLike)
+    source = os.fspath(path) if is_path else path
+    if not isinstance(source, str) or not source:
+        raise InvalidArgumentError(
+            f"{what} is {shown(path)}: give a directory, a hub id or a live one"
+        )
+    is_path = is_path or source.startswith(("/", ".", "~"))
+    source = os.path.expanduser(source)
+    if os.path.exists(source) and not os.path.isdir(source):
+        raise _error(source, what, "it is no directory")
+    if is_path and not os.path.exists(source):
+        raise ModelLoadError(
+            f"{what}: {printable(source)} does not exist: give a directory or a hub id",
+            source=source,
+        )
+    return source
+
+
+def load_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
+    """A causal language model with its weights, on the CPU; None is its own dtype.
+
+    Raises:
+        ModelLoadError: It is not there, or its files are broken or lack weights.
+        UnsupportedModelError: transformers has no causal language model of that kind.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _loading(source, "model"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype="auto" if dtype is None else dtype, output_loading_info=True
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers draws them at random, and says so in its log only
+        names = ", ".join(quoted(name) for name in missing[:_SHOWN_WEIGHTS])
+        names += ", ..." if len(missing) > _SHOWN_WEIGHTS else ""
+        raise _error(source, "model", f"its files lack {counted(len(missing), 'weight')}: {names}")
+    loaded: nn.Module = model
+    return loaded
+
+
+def skeleton(model: str | os.PathLike[str]) -> nn.Module:
+    """The modules of a model without memory for its weights.
+
+    Args:
+        model: A directory or a hub id.
+
+    Raises:
+        ModelLoadError: It is not there, or its configuration is broken.
+        UnsupportedModelError: transformers has no causal language model of that kind.
+    """
+    from transformers import AutoConfig
+
+    source = to_source(model, "model")
+    with _loading(source, "model"):
+        config = AutoConfig.from_pretrained(source)
+    return skeleton_of(config, source)
+
+
+def skeleton_of(config: object, source: str = "") -> nn.Module:
+    """The same for a configuration, which was read from the source if that is given.
+
+    Raises:
+        InvalidArgumentError: It is no configuration of transformers.
+        ModelLoadError: Its values are impossible.
+        UnsupportedModelError: transformers has no causal language model of that kind.
+    """
+    from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+    check_type(config, PreTrainedConfig, "config")
+    with _loading(source or type(config).__name__, "model"), torch.device("meta"):
+        module: nn.Module = AutoModelForCausalLM.from_config(config)
+    return module
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a directory or hub id.
+
+    Raises:
+        ModelLoadError: There is none, or its files are broken.
+    """
+    from transformers import AutoTokenizer
+
+    with _loading(source, "tokenizer"):
+        return AutoTokenizer.from_pretrained(source)
+
+
+def tokenizer_beside(source: str) -> Any | None:
+    """The tokenizer of a model directory or hub id; None if a directory has none."""
+    directory = Path(source)
+    if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    return load_tokenizer(source)
+
+
+@contextmanager
+def _loading(source: str, what: str) -> Iterator[None]:
+    """Translates what transformers raises: OSError, ValueError, and whatever its parts do."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        is_kind = isinstance(error, ValueError) and type(error) is ValueError
+        if what == "model" and is_kind:  # of a model that it does not know or would not run
+            raise UnsupportedModelError(
+                f"model {quoted(source)} cannot be loaded: {printable(reason, _SHOWN_REASON)}"
+            ) from error
+        raise _error(source, what, reason) from error
+
+
+def _error(source: str, what: str, reason: str) -> ModelLoadError:
+    why = printable(reason, _SHOWN_REASON).rstrip(".")
+    return ModelLoadError(
+        f"{what} {quoted(source)} cannot be loaded: {why}; give a directory that "
+        "save_pretrained() wrote, or the id of a model on the Hugging Face hub",
+        source=source,
+    )
