@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pagedlora import _core
 from pagedlora.engine import lora_hooks
 from pagedlora.engine.devices import current_stream
 from pagedlora.engine.gpu_lora import GpuLoraSizes
@@ -20,7 +21,6 @@ from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
 from pagedlora.requests import LlmRequest
 
 if TYPE_CHECKING:
-    from pagedlora import _core
     from pagedlora.lora_manager import LoraManager
     from pagedlora.peft_cache import PeftCacheManager
 
