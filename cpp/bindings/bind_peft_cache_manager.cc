@@ -72,7 +72,7 @@ Clock::Time to_time(double seconds) {
 // In a child of fork() all of it is leaked: another thread may have been changing it at that moment.
 void destroy(PeftCacheManager* manager, const ProcessMark& process) {
   if (process.is_here()) {
-    delete manager;  // NOLINT(cppcoreguidelines-owning-memory): called by its shared_ptr
+    delete manager;
   }
 }
 

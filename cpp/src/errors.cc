@@ -79,8 +79,8 @@ LoraCacheFullError::LoraCacheFullError(const std::string& message, std::string f
 
 LoraCacheFullError::LoraCacheFullError(std::string full_tier, std::size_t needed, std::size_t free,
                                        std::size_t evictable)
-    : LoraCacheFullError(cache_full_message(full_tier, needed, free, evictable), full_tier, needed,
-                         free, evictable) {}
+    : LoraCacheFullError{cache_full_message(full_tier, needed, free, evictable),
+                         std::move(full_tier), needed, free, evictable} {}
 
 LoraCacheFullError LoraCacheFullError::of_pin(std::string full_tier, std::size_t adapter,
                                               std::size_t pinned, std::size_t largest,

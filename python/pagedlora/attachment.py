@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from pagedlora import _core
 from pagedlora.arguments import check_type
 from pagedlora.engine import lora_hooks
 from pagedlora.engine.devices import current_stream
@@ -22,7 +23,6 @@ from pagedlora.requests import LlmRequest
 from pagedlora.shown import counted, quoted, shown
 
 if TYPE_CHECKING:
-    from pagedlora import _core
     from pagedlora.lora_manager import LoraManager
     from pagedlora.peft_cache import PeftCacheManager
 

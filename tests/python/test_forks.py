@@ -12,10 +12,12 @@ from tests.support.forked import run_script
 MANAGER = """
 import gc, os, tempfile, threading
 from pathlib import Path
+import torch
 from tests.support.adapters import adapter_config, adapter_tensors, write_adapter
 from tests.support.cache_fixtures import fake_adapter, model_config
 from tests.support.forked import in_child, refusal
-from pagedlora import LlmRequest, LoraManager, PeftCacheConfig, PeftCacheManager, _core
+from pagedlora import LlmRequest, LoraManager, LoraModelConfig, PeftCacheConfig, PeftCacheManager
+from pagedlora import _core, attach
 
 directory = Path(tempfile.mkdtemp())
 config = model_config()
@@ -59,6 +61,10 @@ def test_every_call_that_needs_the_threads_or_locks_says_so_at_once() -> None:
     operator = _core.LoraOperator(config.dtype)
     core, task = cache.core, request.lora_task_id
     source = str(paths["a"])
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    layer_config = LoraModelConfig.from_module(layer, ["0"])
+    layer_cache = PeftCacheManager(layer_config, PeftCacheConfig(device_cache_size="1MiB"))
+    attached = attach(layer, layer_cache, LoraManager(layer_config, layer_cache))
     calls = {
         "add": lambda: cache.add_request_peft(request),
         "done": lambda: cache.mark_request_done(request),
@@ -85,6 +91,7 @@ def test_every_call_that_needs_the_threads_or_locks_says_so_at_once() -> None:
         "invariants": cache.check_invariants,
         "lease": lambda: lease[1],
         "batch": lambda: _core.LoraBatch(lease, [(1, 3)]),
+        "rows": attached.rows([None]).__enter__,
         "register": lambda: adapters.register("c", source),
         "load": lambda: adapters.load("a"),
         "load as": lambda: adapters.load("c", source),
@@ -110,7 +117,7 @@ def test_every_call_that_needs_the_threads_or_locks_says_so_at_once() -> None:
     print(in_child(all_refused))
     lease.close()
     """)
-    assert lines == ["39 refused but for [], the lease is open: False"]
+    assert lines == ["40 refused but for [], the lease is open: False"]
 
 
 def test_closing_and_forgetting_is_harmless_whatever_was_held() -> None:
