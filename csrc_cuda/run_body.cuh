@@ -15,7 +15,7 @@ __device__ inline void let_next_kernel_start() {
 }
 
 template <class Body>
-__global__ void __launch_bounds__(Body::kThreads) run_body(const Body body) {
+__global__ void __launch_bounds__(Body::kThreads, Body::kResidentBlocks) run_body(const Body body) {
   __shared__ typename Body::Shared shared;
   if constexpr (Body::kLetsNextStart) {
     let_next_kernel_start();

@@ -4,6 +4,7 @@
 //   kThreads                 threads per thread block
 //   kLetsNextStart           whether kernels that may start early can do so while this one runs: they
 //                            read weights and tables, so not if it writes those
+//   kResidentBlocks          thread blocks that a multiprocessor shall have room for: it limits registers
 //   kPhases                  steps of one round; all threads of a block end one before the next begins
 //   Shared                   memory of one thread block; content unspecified at first
 //   Thread, start(index)     what a thread finds out once, and keeps

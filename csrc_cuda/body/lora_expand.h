@@ -25,6 +25,7 @@ namespace pagedlora::cuda {
 template <class Y, class W, std::uint32_t kTokens>
 struct LoraExpand {
   static constexpr std::uint32_t kThreads = 128;
+  static constexpr std::uint32_t kResidentBlocks = 5;
   static constexpr bool kLetsNextStart = true;
   static constexpr std::uint32_t kPhases = 1;
   using Shared = NoShared;

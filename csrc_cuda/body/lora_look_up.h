@@ -18,6 +18,7 @@ template <class W>
 struct LoraLookUp {
   static constexpr std::uint32_t kThreads = 128;
   static constexpr std::uint32_t kTokens = kThreads / kMaxBlockRanks;
+  static constexpr std::uint32_t kResidentBlocks = 8;
   static constexpr bool kLetsNextStart = true;
   static constexpr std::uint32_t kPhases = 1;
   using Shared = NoShared;

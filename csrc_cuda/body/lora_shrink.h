@@ -28,6 +28,7 @@ namespace pagedlora::cuda {
 template <class X, class W, std::uint32_t kTokens>
 struct LoraShrink {
   static constexpr std::uint32_t kThreads = 128;
+  static constexpr std::uint32_t kResidentBlocks = kTokens == 1 ? 4 : 3;
   static constexpr bool kLetsNextStart = true;
   static constexpr std::uint32_t kPhases = 3;
   using Thread = LoraThread;

@@ -20,6 +20,7 @@ namespace pagedlora::cuda {
 
 struct ScatterRows {
   static constexpr std::uint32_t kThreads = 256;
+  static constexpr std::uint32_t kResidentBlocks = 5;
   static constexpr bool kLetsNextStart = false;
   static constexpr std::uint32_t kPhases = 1;
   using Shared = NoShared;
