@@ -1,6 +1,7 @@
 #include "pagedlora/lora_operator.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "internal/lora_call_check.h"
@@ -95,6 +96,11 @@ LoraBatch::LoraBatch(std::span<const Segment> segments) {
   for (const Segment& segment : segments) {
     if (segment.num_rows == 0) {
       continue;
+    }
+    if (segment.num_rows > std::numeric_limits<std::uint32_t>::max() - num_rows_) {
+      throw InvalidArgumentError(
+          "the segments of LoraBatch have more than 2^32 - 1 rows: a segment of " +
+          std::to_string(segment.num_rows) + " follows " + std::to_string(num_rows_));
     }
     if (segment.task) {
       if (segment.task->layout == nullptr) {

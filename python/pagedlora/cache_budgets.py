@@ -14,6 +14,9 @@ from pagedlora.sizes import format_size
 ELEMENT_BYTES = {_core.Dtype.float32: 4, _core.Dtype.float16: 2, _core.Dtype.bfloat16: 2}
 
 
+_MAX_BYTES = 2**60
+
+
 class CacheBudgets(NamedTuple):
     """Budgets in bytes; page counts round down to them.
 
@@ -38,7 +41,7 @@ def cache_budgets(
 
     Raises:
         InvalidArgumentError: The model is that of a tensor parallel rank, and the device tier would
-            be a fraction of the free memory.
+            be a fraction of the free memory; or a tier would be larger than any memory.
     """
     _check_same_on_all_ranks(config, model_config)
     host = config.host_cache_size
@@ -47,6 +50,12 @@ def cache_budgets(
     device = config.device_budget_bytes(free_bytes)
     if config.num_device_module_layer:
         device = config.num_device_module_layer * module_layer_bytes(model_config)
+    for tier, num_bytes in (("host", host), ("device", device)):
+        if num_bytes > _MAX_BYTES:
+            raise InvalidArgumentError(
+                f"the {tier} cache would have {num_bytes} bytes, over the limit of {_MAX_BYTES}: "
+                "give fewer module layers or adapters"
+            )
     return CacheBudgets(host, device)
 
 

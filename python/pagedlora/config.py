@@ -18,9 +18,12 @@ from pagedlora.sizes import parse_size
 DEFAULT_MAX_LORA_RANK = 64
 DEFAULT_DEVICE_CACHE_PERCENT = 0.02
 
-_Count: TypeAlias = Annotated[int, Field(ge=1)]
+_MAX_COUNT = 2**31 - 1
+_MAX_SIZE_BYTES = 2**60
+
+_Count: TypeAlias = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
 _Workers: TypeAlias = Annotated[int, Field(ge=1, le=256)]
-_CountOrZero: TypeAlias = Annotated[int, Field(ge=0)]
+_CountOrZero: TypeAlias = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 
 
 def _positive_size(value: object) -> int:
@@ -50,8 +53,8 @@ def _target_modules(value: object) -> object:
     return value
 
 
-_Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size)]
-_SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(parse_size)]
+_Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size), Field(le=_MAX_SIZE_BYTES)]
+_SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(parse_size), Field(le=_MAX_SIZE_BYTES)]
 _Path: TypeAlias = Annotated[str, BeforeValidator(_path)]
 _TargetModules: TypeAlias = Annotated[
     list[str] | Literal["all-linear"], BeforeValidator(_target_modules)

@@ -99,6 +99,13 @@ TEST_F(LoraOperatorRefusalTest, OnlyWhatAdaptersUseOfARowCounts) {
             "");
 }
 
+TEST_F(LoraOperatorRefusalTest, MoreRowsThanCanBeCounted) {
+  EXPECT_EQ(refusal([] { batch_of({{std::nullopt, UINT32_MAX}, {std::nullopt, 2}}); }),
+            "the segments of LoraBatch have more than 2^32 - 1 rows: a segment of 2 follows "
+            "4294967295");
+  EXPECT_EQ(batch_of({{std::nullopt, UINT32_MAX - 1}, {std::nullopt, 1}}).num_rows(), UINT32_MAX);
+}
+
 TEST_F(LoraOperatorRefusalTest, DtypesThatAreNone) {
   EXPECT_NE(refused([](Activations& call) {
               call.dtype = static_cast<Dtype>(7);

@@ -135,7 +135,7 @@ def test_a_broken_adapter_ends_the_demo_with_its_message(
     code, output = run_tiny()
     assert code == 1
     assert "\nerror: " in output
-    assert "adapter_model.safetensors: its header" in output.replace("\n", "")
+    assert "adapter_model.safetensors': its header" in output.replace("\n", "")
 
 
 def test_a_missing_peft_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,8 @@ def test_a_lease_is_closed_on_a_stream_of_any_form(bench: Bench, stream: object)
 def test_what_is_no_stream_is_refused_and_the_lease_stays_open(bench: Bench) -> None:
     request = bench.add_and_load(1, bench.register())
     lease = bench.peft.ensure_batch([request], [])
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidArgumentError, match="a stream of torch, or its number"):
         lease.close(object())
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidArgumentError, match="stream is <object"):
         bench.peft.ensure_batch([request], [], stream=object())
     assert lease.is_open

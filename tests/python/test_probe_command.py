@@ -76,7 +76,8 @@ def test_with_a_model_its_pages_renames_and_casts_are_shown(tmp_path: Path, mode
         PeftCacheConfig(device_cache_size=2**26),
     )
     info = LoraManager(cache.model_config, cache).register("a", path)
-    pages = f"{info.num_pages} pages of {cache.page_bytes:,} bytes in a tier"
+    assert info.num_pages == 1
+    pages = f"1 page of {cache.page_bytes:,} bytes in a tier"
     cache.close()
     assert pages in result.output
     assert "module. taken away in 3 modules" in result.output

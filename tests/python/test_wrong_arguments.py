@@ -41,6 +41,7 @@ from pagedlora import (
     RetainedAdapters,
     SamplingParams,
     SchedulerConfig,
+    _core,
 )
 
 WRONG: dict[str, Any] = {
@@ -344,3 +345,22 @@ def test_a_request_that_is_not_leased_is_a_key_error(cache: Cache) -> None:
     assert "x" not in lease
     assert -1 not in lease
     lease.close()
+
+
+@pytest.mark.parametrize("cls", [LoraConfig, PeftCacheConfig, KvCacheConfig, SchedulerConfig])
+@pytest.mark.parametrize("value", [2**70, 10**5000], ids=["2^70", "endless"])
+def test_numbers_that_nothing_can_have_are_refused_where_they_are_given(
+    cls: Any, value: int
+) -> None:
+    """They would overflow in the core, or in torch."""
+    for name, field in cls.model_fields.items():
+        if "int" in str(field.annotation):
+            with pytest.raises(ValidationError, match=name):
+                cls(**{name: value})
+
+
+def test_counts_that_make_a_tier_of_more_than_any_memory_are_refused(cache: Cache) -> None:
+    config = PeftCacheConfig(num_host_module_layer=2**31 - 1)
+    sizes = LoraModelConfig([_core.LoraModule("m", 2**30, 2**30)], Dtype.float32, 1)
+    with pytest.raises(InvalidArgumentError, match=r"host cache would have \d+ bytes, over"):
+        PeftCacheManager(sizes, config)

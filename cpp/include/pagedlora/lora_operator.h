@@ -48,7 +48,7 @@ class LoraBatch {
   };
 
   // Segments in row order. Neighbouring segments of one task (same layout, pages and pool) become
-  // one run. Throws InvalidArgumentError for a task without a layout.
+  // one run. Throws InvalidArgumentError for a task without a layout, or 2^32 rows or more.
   explicit LoraBatch(std::span<const Segment> segments);
 
   std::span<const Run> runs() const { return runs_; }  // of rows with an adapter, ascending
