@@ -197,8 +197,10 @@ def test_a_peculiarity_of_a_family_ignored_is_seen(
 def test_two_adapters_swapped_are_seen(exam: Exam, monkeypatch: pytest.MonkeyPatch) -> None:
     swapped = {"r33": "r48", "r48": "r33"}
     manager = exam.bench.llm.lora_manager
-    task_id = manager.task_id
-    monkeypatch.setattr(manager, "task_id", lambda name: task_id(swapped.get(name, name)))
+    acquire = manager.acquire
+    monkeypatch.setattr(
+        manager, "acquire", lambda name, request: acquire(swapped.get(name, name), request)
+    )
     exam.assert_fault_is_seen()
 
 
