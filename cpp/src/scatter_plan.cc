@@ -281,16 +281,19 @@ ScatterPlan::Outcome ScatterPlan::execute(SourceReader& reader, Dtype cache_dtyp
 }
 
 std::vector<ScatterPlan::Piece> ScatterPlan::pieces(std::size_t chunk_bytes,
-                                                    std::size_t chunks_per_piece) const {
+                                                    std::size_t piece_bytes) const {
   std::vector<Piece> pieces;
   WindowBuilder windows(matrices_, chunk_bytes);
   Window window;
   std::size_t num_chunks = 0;
+  std::size_t left_bytes = 0;  // of the last piece
   for (Cursor begin; windows.next(window); begin = windows.at(), ++num_chunks) {
-    if (num_chunks % chunks_per_piece == 0) {
+    if (left_bytes == 0) {
       pieces.push_back({begin, num_chunks, 0});
+      left_bytes = piece_bytes;
     }
     ++pieces.back().num_chunks;
+    left_bytes -= std::min(left_bytes, window.bytes);
   }
   return pieces;
 }

@@ -167,6 +167,59 @@ TEST_F(SharedLoadTest, C4_AHelperThatNeverComesBackCostsItsLoadAndNoOther) {
   EXPECT_TRUE(holds<AdapterLoadTimeout>(end_of_all(stuck)));
 }
 
+// One of the two readers is stuck, the other one has read all the rest: the load waits until its time
+// is up, whichever of them it is.
+TEST_F(SharedLoadTest, C4_OnePieceThatNeverEndsIsTheTimeOutOfItsLoad) {
+  for (int round = 0; round < 10; ++round) {
+    renew_adapter();
+    use_workers(2);
+    const auto load = make_shared_load();
+    adapter_.source->gate.close();
+    start(load);
+    adapter_.source->gate.wait_for_begun(2);
+    let_read(0, 1);
+    let_read(2, kManyChunks);
+    while (adapter_.source->reads <
+           static_cast<int>(kManyChunks - SharedReading::kChunksPerPiece)) {
+      std::this_thread::yield();
+    }
+    EXPECT_FALSE(locked([&] { return load->is_finished(); }));
+    clock_->advance(std::chrono::seconds(10));
+    locked([&] { workers_->expire(); });
+    EXPECT_TRUE(load->is_over());
+    host_.poison();
+    EXPECT_TRUE(holds<AdapterLoadTimeout>(end_of_all(load)));
+    EXPECT_TRUE(host_.are_poisoned());
+  }
+}
+
+TEST_F(SharedLoadTest, AHelperThatCannotOpenTheSourceIsNotMissed) {
+  for (int round = 0; round < 10; ++round) {
+    renew_adapter();
+    host_.poison();
+    use_workers(2);
+    const auto load = make_shared_load();
+    adapter_.source->gate.close();
+    start(load);
+    adapter_.source->gate.wait_for_begun(1);  // the load's own reader has opened it
+    adapter_.source->fail_open = true;        // for its helper, unless that was faster
+    EXPECT_EQ(end_of_all(load), nullptr);
+    EXPECT_TRUE(is_right(host_));
+  }
+}
+
+TEST_F(SharedLoadTest, ALoadThatIsStoppedCallsNobody) {
+  const auto use = std::make_shared<testing_support::TestUse>();
+  const auto waiting = make_load(host_.target({use}), std::nullopt, {workers_, helpers_});
+  start(waiting);
+  use->looks.wait_for_begun(1);
+  stop(waiting);
+  use->over = true;
+  EXPECT_TRUE(holds<JobStopped>(end_of_all(waiting)));
+  EXPECT_EQ(adapter_.source->opens, 1);
+  EXPECT_EQ(adapter_.source->reads, 0);
+}
+
 TEST_F(SharedLoadTest, AFailureOfAnyReadIsTheLoadsAndARetryWorks) {
   for (std::size_t number = 0; number < kManyChunks; ++number) {
     SCOPED_TRACE(number);
@@ -192,7 +245,7 @@ TEST_F(SharedLoadTest, AHelperFindsOutThatItsFileChanged) {
   EXPECT_TRUE(holds<AdapterSourceChangedError>(end_of_all(load)));
 }
 
-TEST_F(SharedLoadTest, ADeviceMayBeAddedAndDroppedAtAnyMoment) {
+TEST_F(SharedLoadTest, ADeviceMayBeAddedDroppedAndAddedAgainAtAnyMoment) {
   std::mt19937 rng(1);
   std::array<int, 2> seen{};
   for (int round = 0; round < std::max(num_steps(300), 30); ++round) {
@@ -203,15 +256,16 @@ TEST_F(SharedLoadTest, ADeviceMayBeAddedAndDroppedAtAnyMoment) {
     adapter_.source->gate.open();
     for (const int until = static_cast<int>(rng() % kManyChunks); adapter_.source->reads < until;) {
     }
-    const bool dropped = rng() % 2 == 0;
-    if (dropped) {
+    bool filled = added;
+    if (rng() % 2 == 0) {
       load->drop_device();
       on_device_.poison();
+      filled = add_device(load, on_device_.target());  // again, if there is time left
     }
     ASSERT_EQ(end_of_all(load), nullptr);
     ASSERT_TRUE(is_right(host_));
-    ASSERT_TRUE(added && !dropped ? is_right(on_device_) : on_device_.are_poisoned());
-    ++seen[added ? 1 : 0];
+    ASSERT_TRUE(filled ? is_right(on_device_) : on_device_.are_poisoned());
+    ++seen[filled ? 1 : 0];
   }
   EXPECT_GT(std::ranges::min(seen), 0);
 }

@@ -110,8 +110,8 @@ class ScatterPlan {
   void list_copies(Dtype cache_dtype, std::size_t chunk_bytes,
                    const std::function<void(const Chunk&)>& visit) const;
 
-  // All chunks of that size, so many to a piece; the last piece may have fewer.
-  std::vector<Piece> pieces(std::size_t chunk_bytes, std::size_t chunks_per_piece) const;
+  // All chunks of that size. A piece ends with the chunk that makes it so many bytes or more.
+  std::vector<Piece> pieces(std::size_t chunk_bytes, std::size_t piece_bytes) const;
 
   // Throws what execute() throws when a copy of that matrix overflowed float16.
   [[noreturn]] void refuse_overflow(std::uint32_t matrix) const;

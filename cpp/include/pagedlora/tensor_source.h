@@ -1,7 +1,7 @@
 // Where an adapter's bytes come from, below both tiers: a file, or memory that a request carried.
 //
 // A TensorSource is kept for as long as the task is known, and costs no file descriptor while
-// idle. A SourceReader is one pass over it: it opens the file, checks that it is still the one
+// idle. A SourceReader is one pass over it, or a part of one that several share: it opens the file, checks that it is still the one
 // that was registered, reads with pread (never mmap: a file truncated under a mapping kills
 // the process), and checks again at the end.
 //
@@ -28,7 +28,8 @@ class SourceReader {
   // if the source is shorter than it was, AdapterReadError if the system will not read it.
   virtual void read(std::uint64_t offset, std::span<std::byte> into) = 0;
 
-  // Called after the last read: throws AdapterSourceChangedError if the source changed meanwhile.
+  // Called after the last read, and now and then before: throws AdapterSourceChangedError if the
+  // source changed since it was opened.
   virtual void finish() = 0;
 };
 

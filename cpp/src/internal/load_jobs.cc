@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <new>
 #include <thread>
 #include <utility>
 
@@ -42,7 +41,7 @@ class SourceLoad::Targets final : public ScatterTargets {
 
   bool wants(std::size_t chunk) override {
     const WriteGates::One lock = load_.gates_.enter(gate_);
-    return !load_.only_device_ || load_.on_device_[chunk] == 0;
+    return !load_.is_host_complete_ || load_.on_device_[chunk] == 0;
   }
 
   Access open(std::size_t chunk) override {
@@ -51,7 +50,7 @@ class SourceLoad::Targets final : public ScatterTargets {
       throw JobStopped();
     }
     const TaskPages* device = load_.device_ == nullptr ? nullptr : &load_.device_->view();
-    if (load_.only_device_) {
+    if (load_.is_host_complete_) {
       if (device == nullptr) {
         throw JobStopped();
       }
@@ -79,7 +78,7 @@ bool SourceLoad::add_device(const FillTarget& device) {
       !std::ranges::all_of(device.waits, [](const auto& u) { return u->is_over(); });
   const WriteGates::All closed = gates_.close();
   // What was written before is read once more; beyond a quarter a copy from the host is cheaper.
-  const bool too_late = is_sealed_ || chunks_written_ * 4 > on_device_.size();
+  const bool too_late = is_host_complete_ || chunks_written_ * 4 > on_device_.size();
   if (in_use || too_late || is_stopped() || device_ != nullptr) {
     return false;
   }
@@ -102,16 +101,26 @@ void SourceLoad::stop() noexcept {
   Job::stop();
 }
 
+// However run() ends, helpers that come later find nothing to do.
+struct SourceLoad::HelpEnds {
+  explicit HelpEnds(SourceLoad& of_load) : load(of_load) {}
+  HelpEnds(const HelpEnds&) = delete;
+  HelpEnds& operator=(const HelpEnds&) = delete;
+  ~HelpEnds() { load.end_help(); }
+
+  SourceLoad& load;
+};
+
 void SourceLoad::run(std::span<std::byte> scratch) {
-  std::shared_ptr<const AdapterPlan> plan = std::move(what_.plan);  // dropped without a lock
+  // Dropped without a lock, after the reader of its source.
+  const std::shared_ptr<const AdapterPlan> plan = std::move(what_.plan);
   if (is_stopped()) {
     throw JobStopped();
   }
   const std::unique_ptr<SourceReader> reader = plan->source()->open();
   wait_for(host_.waits).unlock();
-  const std::shared_ptr<SharedReading> reading = begin(std::move(plan), scratch.size());
-  const std::unique_ptr<SourceLoad, void (*)(SourceLoad*)> ending(this,
-                                                                  [](auto* load) { load->end(); });
+  const std::shared_ptr<SharedReading> reading = begin(plan, scratch.size());
+  const HelpEnds help_ends(*this);
   call_helpers(reading->pieces().size());
   read_pieces(*reading, *reader, scratch, 0);
   wait_for_helpers(*reading);
@@ -136,28 +145,36 @@ std::shared_ptr<SharedReading> SourceLoad::begin(std::shared_ptr<const AdapterPl
   return reading;
 }
 
-void SourceLoad::end() noexcept {
+void SourceLoad::end_help() noexcept {
   std::shared_ptr<SharedReading> reading;  // outlives the lock
   const WriteGates::All closed = gates_.close();
   reading.swap(reading_);
 }
 
-// The load gets on without them: one that cannot be had, for want of memory, is not missed.
+// The load gets on without them: one that cannot be had, for want of memory or threads, is not
+// missed.
 void SourceLoad::call_helpers(std::size_t num_pieces) noexcept {
-  const std::shared_ptr<JobPool> workers = helpers_.workers.lock();
-  const std::shared_ptr<JobPool> helpers = helpers_.helpers.lock();
-  if (workers == nullptr || helpers == nullptr || num_pieces < 2) {
+  if (num_pieces < 2) {
     return;
   }
   try {
     const auto self = std::static_pointer_cast<SourceLoad>(shared_from_this());
     const std::scoped_lock lock(board().mutex);
+    if (is_stopped()) {
+      return;
+    }
+    // A manager stops its loads before it lets go of its pools: these are not the last references.
+    const std::shared_ptr<JobPool> workers = helpers_.workers.lock();
+    const std::shared_ptr<JobPool> helpers = helpers_.helpers.lock();
+    if (workers == nullptr || helpers == nullptr) {
+      return;
+    }
     const std::size_t last_gate = std::min(
         {num_pieces - 1, WriteGates::kNumGates - 1, workers->num_idle(), helpers->num_idle()});
     for (std::size_t gate = 1; gate <= last_gate; ++gate) {
       helpers->submit(std::make_shared<LoadHelper>(shared_board(), self, gate));
     }
-  } catch (const std::bad_alloc&) {
+  } catch (...) {
     return;
   }
 }
@@ -168,7 +185,7 @@ void SourceLoad::help(std::span<std::byte> scratch, std::size_t gate) {
     const WriteGates::One lock = gates_.enter(gate);
     reading = reading_;
   }
-  if (reading != nullptr) {
+  if (reading != nullptr && scratch.size() >= reading->chunk_bytes()) {
     const std::unique_ptr<SourceReader> reader = reading->plan().source()->open();
     read_pieces(*reading, *reader, scratch, gate);
   }
@@ -180,7 +197,8 @@ void SourceLoad::read_pieces(SharedReading& reading, SourceReader& reader,
   while (const std::optional<std::size_t> piece = reading.take()) {
     try {
       const ScatterPlan::Outcome outcome = reading.scatter().execute(
-          reader, what_.config->dtype(), scratch, targets, reading.pieces()[*piece]);
+          reader, what_.config->dtype(), scratch.first(reading.chunk_bytes()), targets,
+          reading.pieces()[*piece]);
       if (gate != 0) {
         reader.finish();  // before anybody relies on the piece
       }
@@ -205,8 +223,7 @@ void SourceLoad::fill_skipped_chunks(const SharedReading& reading, SourceReader&
   bool are_skipped = false;
   {
     const WriteGates::All closed = gates_.close();
-    is_sealed_ = true;
-    only_device_ = true;
+    is_host_complete_ = true;
     are_skipped = device_ != nullptr && std::ranges::find(on_device_, 0) != on_device_.end();
   }
   if (are_skipped) {

@@ -71,7 +71,8 @@ std::size_t num_load_helpers(std::size_t num_workers);
 //
 // A chunk is written under a gate of its reader's, so that stop() returns only when nothing will be
 // written any more: the pages are free at that moment. run() returns when every helper's piece has
-// ended, or the load is stopped.
+// ended, or the load is stopped. A helper that comes late may still open the source then, and reads
+// nothing that anybody wants.
 class SourceLoad final : public FillJob {
  public:
   struct What {
@@ -112,10 +113,11 @@ class SourceLoad final : public FillJob {
     std::atomic<bool> is_dropped{false};
   };
   class Targets;
+  struct HelpEnds;
 
   std::shared_ptr<SharedReading> begin(std::shared_ptr<const AdapterPlan> plan,
                                        std::size_t chunk_bytes);
-  void end() noexcept;
+  void end_help() noexcept;
   void call_helpers(std::size_t num_pieces) noexcept;
   void read_pieces(SharedReading& reading, SourceReader& reader, std::span<std::byte> scratch,
                    std::size_t gate);
@@ -134,8 +136,8 @@ class SourceLoad final : public FillJob {
   std::shared_ptr<const OwnTaskPages> device_;
   std::shared_ptr<DeviceUse> device_use_;
   std::vector<std::uint8_t> on_device_;  // by chunk; an element belongs to who reads the chunk
-  bool only_device_ = false;
-  bool is_sealed_ = false;  // the end has been reached: too late to add a target
+  // Too late to add a target: what is read again is for the device's pages alone.
+  bool is_host_complete_ = false;
 };
 
 // Reads a part of a load on another thread.

@@ -15,7 +15,8 @@ SharedReading::SharedReading(std::shared_ptr<const LoraModelConfig> config,
       plan_(std::move(plan)),
       layout_(std::move(layout)),
       scatter_(*config_, *plan_, *layout_, check_values),
-      pieces_(scatter_.pieces(chunk_bytes, kChunksPerPiece)),
+      chunk_bytes_(chunk_bytes),
+      pieces_(scatter_.pieces(chunk_bytes, kChunksPerPiece * chunk_bytes)),
       ended_(pieces_.size()) {}
 
 std::size_t SharedReading::num_chunks() const {

@@ -29,7 +29,8 @@ namespace pagedlora::internal {
 
 class SharedReading {
  public:
-  // Chunks that one thread reads before it asks for more: 2 MiB, far more than asking costs.
+  // What one thread reads before it asks for more, in full chunks: 2 MiB, which takes far longer
+  // than asking.
   static constexpr std::size_t kChunksPerPiece = 8;
 
   SharedReading(std::shared_ptr<const LoraModelConfig> config,
@@ -39,6 +40,7 @@ class SharedReading {
   const LoraModelConfig& config() const { return *config_; }
   const AdapterPlan& plan() const { return *plan_; }
   const ScatterPlan& scatter() const { return scatter_; }
+  std::size_t chunk_bytes() const { return chunk_bytes_; }  // for which the pieces were made
   const std::vector<ScatterPlan::Piece>& pieces() const { return pieces_; }
   std::size_t num_chunks() const;
 
@@ -65,6 +67,7 @@ class SharedReading {
   std::shared_ptr<const AdapterPlan> plan_;
   std::shared_ptr<const Layout> layout_;
   ScatterPlan scatter_;
+  std::size_t chunk_bytes_;
   std::vector<ScatterPlan::Piece> pieces_;
 
   mutable std::mutex mutex_;  // guards what follows
