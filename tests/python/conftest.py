@@ -1,4 +1,9 @@
-"""Fixtures for all Python tests."""
+"""Fixtures for all Python tests, which use no network."""
+
+import os
+
+# Before huggingface_hub reads it: a model that is not here is nowhere.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from tests.support.async_bench import bench, make_bench
 from tests.support.cache_fixtures import make_cache, small_cache

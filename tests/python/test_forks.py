@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import textwrap
 
+import pytest
 from tests.support.forked import run_script
+
+pytestmark = pytest.mark.slow  # each makes processes that import torch
 
 MANAGER = """
 import gc, os, tempfile, threading

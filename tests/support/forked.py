@@ -40,6 +40,7 @@ def in_child(call: Callable[[], object]) -> str:
         What the call returned or the package's error that it raised, as text; or how the child
         died: of a signal, 14 if it took for ever.
     """
+    sys.stdout.flush()  # what is there yet is not the child's to print
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
