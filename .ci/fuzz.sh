@@ -12,7 +12,7 @@ target=safetensors_header
 sources=(
   "tests/cpp/fuzz/${target}_fuzz.cc"
   cpp/src/{adapter_root,errors,safetensors_header,tensor_source}.cc
-  cpp/src/internal/{json_cursor,regular_file}.cc
+  cpp/src/internal/{json_cursor,printable,regular_file}.cc
 )
 flags=(-std=c++20 -O1 -g -Icpp/include -Icpp/src -Wno-deprecated-declarations
   -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined)

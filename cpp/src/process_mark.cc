@@ -23,7 +23,7 @@ bool see_forks() { return ::pthread_atfork(nullptr, nullptr, &count_fork) == 0; 
 
 }  // namespace
 
-ProcessMark::ProcessMark() : forks_(0), pid_(::getpid()) {
+ProcessMark::ProcessMark() : pid_(::getpid()) {
   [[maybe_unused]] static const bool sees_forks = see_forks();
   forks_ = internal::num_forks.load(std::memory_order_relaxed);
 }

@@ -50,7 +50,7 @@ class ProcessMark {
  private:
   [[noreturn]] void refuse(const char* what) const;
 
-  std::uint64_t forks_;
+  std::uint64_t forks_ = 0;
   int pid_;
 };
 
