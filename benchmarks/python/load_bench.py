@@ -18,7 +18,7 @@ from tests.support.cache_fixtures import add_and_wait
 from pagedlora import LoraManager, LoraModelConfig, PeftCacheConfig, PeftCacheManager
 from pagedlora.demo.generated_adapters import ALL_LINEAR, AdapterShape, write_adapters
 from pagedlora.demo.smollm2 import fetch_smollm2
-from pagedlora.engine.loading import skeleton
+from pagedlora.engine.pretrained import skeleton
 
 FILES = {"fp32 -> bf16": (torch.float32, 32), "bf16 -> bf16": (torch.bfloat16, 64)}
 """Label to type in the file and rank: 39 MB of all-linear SmolLM2 shapes each."""
