@@ -401,8 +401,8 @@ void register_manager_queries(
           "request_id"_a, ReleaseGil())
       .def(
           "was_revoked",
-          [](const PeftCacheManager& self, std::uint64_t request) {
-            return self.was_revoked(RequestId{request});
+          [](const PeftCacheManager& self, RequestArgument request) {
+            return self.was_revoked(to_id(request));
           },
           "request_id"_a, ReleaseGil())
       .def(

@@ -264,9 +264,8 @@ class _Block:
     def _check_call(self, name: str, rows: torch.Tensor, device: torch.device) -> None:
         if threading.get_ident() != self._thread:
             raise InvalidArgumentError(
-                f"module {quoted(name)} was called by another thread than the one whose block "
-                "of rows() "
-                "is open: its rows are not those of the block"
+                f"module {quoted(name)} was called by another thread than the one whose block of "
+                "rows() is open: its rows are not those of the block"
             )
         if torch.is_grad_enabled():
             raise InvalidArgumentError(
@@ -275,18 +274,15 @@ class _Block:
             )
         if rows.device != device:
             raise UnsupportedModelError(
-                f"module {quoted(name)} was called on {rows.device}: it was attached on "
-                f"{device}, where "
-                "the adapters are"
+                f"module {quoted(name)} was called on {rows.device}: it was attached on {device}, "
+                "where the adapters are"
             )
         if rows.dim() == 0 or rows.shape[0] != self._num_rows:
             raise UnsupportedModelError(
                 f"module {quoted(name)} was called with an input of shape {tuple(rows.shape)} "
-                "where "
-                f"rows() names {counted(self._num_rows, 'row')}: its first dimension must be "
-                "the batch, or it "
-                "cannot be told which adapter each row uses. Name one adapter per row of the "
-                "batch, or leave the module out of the target modules"
+                f"where rows() names {counted(self._num_rows, 'row')}: its first dimension must "
+                "be the batch, or it cannot be told which adapter each row uses. Name one "
+                "adapter per row of the batch, or leave the module out of the target modules"
             )
 
 
@@ -318,11 +314,10 @@ def _check_called(name: str, missing: frozenset[str]) -> None:
     if missing:
         first = ", ".join(sorted(missing)[:_SHOWN_MODULES])
         raise UnsupportedModelError(
-            f"adapter {quoted(name)} changes {counted(len(missing), 'module')} not called in "
-            "this block "
-            f"({first}{', ...' if len(missing) > _SHOWN_MODULES else ''}): the answer lacks them. "
-            "Call the whole module in the block, or allow it with rows(..., partial=True); a "
-            "module whose weights are used without calling it cannot carry adapters"
+            f"adapter {quoted(name)} changes {counted(len(missing), 'module')} not called in this "
+            f"block ({first}{', ...' if len(missing) > _SHOWN_MODULES else ''}): the answer lacks "
+            "them. Call the whole module in the block, or allow it with rows(..., partial=True); "
+            "a module whose weights are used without calling it cannot carry adapters"
         )
 
 
@@ -351,14 +346,12 @@ def _check_free(module: nn.Module, config: _core.LoraModelConfig, device: torch.
         for parameter in target.parameters(recurse=False):
             if parameter.device.type not in ("cpu", "cuda"):
                 raise UnsupportedModelError(
-                    f"module {quoted(spec.name)} is on {parameter.device}: adapters are "
-                    "computed on the "
-                    "CPU or on a GPU of CUDA; move it with module.to('cpu')"
+                    f"module {quoted(spec.name)} is on {parameter.device}: adapters are computed "
+                    "on the CPU or on a GPU of CUDA; move it with module.to('cpu')"
                 )
             if parameter.device != device:
                 raise InvalidArgumentError(
-                    f"module {quoted(spec.name)} is on {parameter.device}, and the cache's "
-                    "device tier "
-                    f"on {device}: make the cache with PeftCacheManager(..., "
+                    f"module {quoted(spec.name)} is on {parameter.device}, and the cache's device "
+                    f"tier on {device}: make the cache with PeftCacheManager(..., "
                     f"device='{parameter.device}'), or move the module with module.to('{device}')"
                 )

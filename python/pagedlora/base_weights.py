@@ -67,9 +67,8 @@ class ModelWeights:
         if weight is None or not weight.is_floating_point():
             raise UnsupportedAdapterError(
                 f"use_dora needs the weight of module {quoted(module_name)}, a "
-                f"{type(module).__name__}, "
-                "which has no floating-point one: serve the adapter on a base model that is not "
-                "quantised",
+                f"{type(module).__name__}, which has no floating-point one: serve the adapter on "
+                "a base model that is not quantised",
                 field="use_dora",
             )
         weight = weight.detach()

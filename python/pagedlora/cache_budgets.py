@@ -108,10 +108,9 @@ def check_max_adapter(
         if pages < needed:
             raise InvalidArgumentError(
                 f"the {tier} cache has {pages} pages of {format_size(params.page_bytes)}, but an "
-                f"adapter of rank {rank} on all "
-                f"{counted(len(model_config.modules), 'module')} takes "
-                f"{needed} ({format_size(needed * params.page_bytes)}): raise {tier}_cache_size "
-                f"or num_{tier}_module_layer, or lower max_adapter_size"
+                f"adapter of rank {rank} on all {counted(len(model_config.modules), 'module')} "
+                f"takes {needed} ({format_size(needed * params.page_bytes)}): raise "
+                f"{tier}_cache_size or num_{tier}_module_layer, or lower max_adapter_size"
             )
 
 

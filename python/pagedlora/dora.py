@@ -70,8 +70,8 @@ def dora_scale(
         row = int((~torch.isfinite(scale)).nonzero()[0])
         raise AdapterFormatError(
             f"the DoRA scale of output {row} of module {quoted(name)} is not finite: its "
-            "magnitude is "
-            f"{float(magnitude[row])}, the norm of its weight {float(squared_norms[row]) ** 0.5}",
+            f"magnitude is {float(magnitude[row])}, the norm of its weight "
+            f"{float(squared_norms[row]) ** 0.5}",
             path=path,
             tensor=f"{name}.lora_magnitude_vector",
         )

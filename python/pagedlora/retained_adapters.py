@@ -207,8 +207,7 @@ class RetainedAdapters:
         if known is not None and known.real_path != real_path:
             raise InvalidArgumentError(
                 f"adapter {quoted(name)} is loaded from {quoted(known.real_path)}, not from "
-                f"{quoted(real_path)}: "
-                "unload it, or give the other one another name"
+                f"{quoted(real_path)}: unload it, or give the other one another name"
             )
         return known is not None
 
@@ -253,9 +252,8 @@ class RetainedAdapters:
         folded = (b.float() * first.scale).to(dtype)
         if not bool(folded.isfinite().all()):
             raise AdapterFormatError(
-                f"tensor {quoted(first.pair.b.name)} of {quoted(path)} has values over the "
-                "range of "
-                f"{dtype} after it is multiplied by the scale {first.scale:g}",
+                f"tensor {quoted(first.pair.b.name)} of {quoted(path)} has values over the range "
+                f"of {dtype} after it is multiplied by the scale {first.scale:g}",
                 path=path,
                 tensor=first.pair.b.name,
             )

@@ -265,9 +265,8 @@ def _pipeline_ranks(
     num_layers = max(used, num_layers or 0)
     if pp_size > max(num_layers, 1):
         raise InvalidArgumentError(
-            f"pp_size {pp_size} is more than the model's {counted(num_layers, 'layer')}: "
-            "every pipeline rank "
-            "needs one"
+            f"pp_size {pp_size} is more than the model's {counted(num_layers, 'layer')}: every "
+            "pipeline rank needs one"
         )
     ranges = layer_ranges(num_layers, pp_size)
     outside = {_core.ModuleKind.embedding: 0, _core.ModuleKind.linear: pp_size - 1}

@@ -175,9 +175,8 @@ def _check(names: Sequence[str], sizes: Mapping[str, tuple[int, int]], tp_size: 
             )
         if (_KINDS[name].sizes is None) != (name in sizes):
             raise InvalidArgumentError(
-                f"the sizes of {shown(name)} do {'not ' if name not in sizes else ''}follow "
-                "from the "
-                f"model's: {'leave it out of' if name in sizes else 'give (in, out) in'} sizes"
+                f"the sizes of {shown(name)} do {'not ' if name not in sizes else ''}follow from "
+                f"the model's: {'leave it out of' if name in sizes else 'give (in, out) in'} sizes"
             )
         if name in _WHOLE_ONLY and tp_size > 1:
             raise InvalidArgumentError(

@@ -79,9 +79,8 @@ class _Hook:
 
     def _other_rows(self, num_rows: int) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"module {quoted(self._name)} was called with {counted(num_rows, 'row')} where "
-            "the step has "
-            f"{self._row_map.num_rows}: it cannot be told which adapter each row uses. "
+            f"module {quoted(self._name)} was called with {counted(num_rows, 'row')} where the "
+            f"step has {self._row_map.num_rows}: it cannot be told which adapter each row uses. "
             "Leave the module out of the target modules"
         )
 
@@ -113,9 +112,8 @@ class _LinearHook(_Hook):
         dtype = y.dtype
         if x.dtype != dtype:
             raise UnsupportedModelError(
-                f"module {quoted(self._name)} takes {x.dtype} and returns {dtype}; adapters "
-                "need one "
-                "dtype"
+                f"module {quoted(self._name)} takes {x.dtype} and returns {dtype}; adapters need "
+                "one dtype"
             )
         if dtype is not self._dtype:
             self._set_dtype(dtype)

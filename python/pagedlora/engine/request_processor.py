@@ -92,8 +92,8 @@ class RequestProcessor:
             if room < 1:
                 raise CapacityError(
                     f"the prompt has {counted(len(token_ids), 'token')}, and the model's full "
-                    "length is "
-                    f"{self._max_model_tokens}: no room for an answer; shorten the prompt"
+                    f"length is {self._max_model_tokens}: no room for an answer; shorten the "
+                    "prompt"
                 )
             max_tokens = min(max_tokens, room)
         return LlmRequest(

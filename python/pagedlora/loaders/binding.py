@@ -280,9 +280,8 @@ def _bind_part(
         raise tensor_error(
             path,
             module.pair.a.name,
-            f"belongs to a part of module {quoted(name)}, which has {sizes.out_features} "
-            "outputs, and "
-            f"not the {part.total} of its parts in fused_modules",
+            f"belongs to a part of module {quoted(name)}, which has {sizes.out_features} outputs, "
+            f"and not the {part.total} of its parts in fused_modules",
         )
     _check_pair(module.pair, sizes.in_features, part.length, table, path)
     return BoundModule(
@@ -310,8 +309,7 @@ def _bind_cut(
             path,
             module.pair.a.name,
             f"belongs to fused module {quoted(file_name)}, and {missing} of its parts are not "
-            "among the "
-            "model's LoRA target modules",
+            "among the model's LoRA target modules",
         )
     outs = [table.sizes[name].out_features for name in names]
     bound: list[BoundModule] = []
@@ -346,11 +344,10 @@ def _check_vocabulary(name: str, module: AdapterModule, sizes: ModuleSizes, path
         return
     if theirs > ours:
         raise UnsupportedAdapterError(
-            f"tensor {quoted(tensor.name)} of {quoted(path)} is for {theirs} tokens, and "
-            f"module {quoted(name)} "
-            f"of the model has {ours}: tokens were added before the adapter was trained. Way out: "
-            f"serve the model that it was trained on, resized to {theirs} tokens "
-            "(resize_token_embeddings), or train without new tokens",
+            f"tensor {quoted(tensor.name)} of {quoted(path)} is for {theirs} tokens, and module "
+            f"{quoted(name)} of the model has {ours}: tokens were added before the adapter was "
+            f"trained. Way out: serve the model that it was trained on, resized to {theirs} "
+            "tokens (resize_token_embeddings), or train without new tokens",
             field=tensor.name,
         )
 
@@ -375,9 +372,8 @@ def _check_base_copies(copies: Mapping[str, StoredTensor], table: ModuleTable, p
         if copy.shape != needed:
             raise UnsupportedAdapterError(
                 f"tensor {quoted(copy.name)} of {quoted(path)} replaces the weight of module "
-                f"{quoted(name)}, "
-                f"{needed}, by one of shape {copy.shape}: tokens were added, which is not "
-                "supported. Way out: train without new tokens",
+                f"{quoted(name)}, {needed}, by one of shape {copy.shape}: tokens were added, "
+                "which is not supported. Way out: train without new tokens",
                 field=copy.name,
             )
 

@@ -68,9 +68,8 @@ class FusedNames:
             for part, length in parts.items():
                 if part in self._parts:
                     raise InvalidArgumentError(
-                        f"fused_modules has part {shown(part)} in {self._parts[part].fused!r} "
-                        "and in "
-                        f"{shown(name)}: it can be in one only"
+                        f"fused_modules has part {shown(part)} in {self._parts[part].fused!r} and "
+                        f"in {shown(name)}: it can be in one only"
                     )
                 self._parts[part] = Part(name, first, length, sum(parts.values()))
                 first += length

@@ -93,9 +93,8 @@ class ModuleRules:
         scale = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         if abs(scale) > MAX_FLOAT32:
             raise self._error(
-                f"has {rank_source} and an alpha of {alpha} for {quoted(module)}: the scale "
-                "is over "
-                "float32's range"
+                f"has {rank_source} and an alpha of {alpha} for {quoted(module)}: the scale is "
+                "over float32's range"
             )
         return ModuleScaling(rank, scale, rank_source)
 

@@ -113,9 +113,8 @@ def open_nemo(
     with open(_core.open_file(path, root), "rb") as file:
         if not options.allow_pickle:
             raise UnsupportedAdapterError(
-                f"{quoted(path)} has its weights in {WEIGHTS_MEMBER}, a pickle: if you trust "
-                "the file, "
-                "allow_pickle=True",
+                f"{quoted(path)} has its weights in {WEIGHTS_MEMBER}, a pickle: if you trust the "
+                "file, allow_pickle=True",
                 field=WEIGHTS_MEMBER,
             )
         members = read_archive(file, path)
@@ -204,10 +203,10 @@ def _check_pair(
 
 def _unknown(name: str, path: str) -> UnsupportedAdapterError:
     return UnsupportedAdapterError(
-        f"tensor {quoted(name)} of {quoted(path)} cannot be used, and leaving it out would "
-        "change the "
-        "answers: of NeMo's adapters lora_kqv_adapter in layers of self_attention is supported. "
-        "Way out: train with target_modules [attention_qkv], or convert the adapter to PEFT's form",
+        f"tensor {quoted(name)} of {quoted(path)} cannot be used, and leaving it out would change "
+        "the answers: of NeMo's adapters lora_kqv_adapter in layers of self_attention is "
+        "supported. Way out: train with target_modules [attention_qkv], or convert the adapter "
+        "to PEFT's form",
         field=name,
     )
 

@@ -197,8 +197,7 @@ def _checked_name(member: tarfile.TarInfo, path: str) -> str:
     if len(plain) > len(WEIGHTS_MEMBER) and plain.endswith(f"/{WEIGHTS_MEMBER}"):
         raise UnsupportedAdapterError(
             f"{quoted(path)} has {plain!r:.80}, the weights of one of several ranks. Way out: "
-            "merge the "
-            "ranks into one, and save the adapter again",
+            "merge the ranks into one, and save the adapter again",
             field=WEIGHTS_MEMBER,
         )
     return plain

@@ -77,8 +77,7 @@ def parse_nemo_config(content: bytes, path: str) -> NemoConfig:
             if _find(section, name):
                 raise UnsupportedAdapterError(
                     f"{quoted(path)} has {name}={_find(section, name)!r:.80}, which is not "
-                    "supported: "
-                    f"{why}",
+                    f"supported: {why}",
                     field=name,
                 )
     heads = _size(fields, "num_attention_heads", path)
@@ -134,8 +133,8 @@ def _size(fields: Mapping[str, Any], name: str, path: str, default: int | None =
     if value is None:
         raise UnsupportedAdapterError(
             f"{quoted(path)} has no {name}: without it nobody knows which outputs of "
-            "lora_kqv_adapter "
-            "are q, k and v. Way out: put the base model's into model_config.yaml",
+            "lora_kqv_adapter are q, k and v. Way out: put the base model's into "
+            "model_config.yaml",
             field=name,
         )
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_SIZE:

@@ -134,8 +134,7 @@ def _pairs(
                 path,
                 row,
                 f"is for module {quoted(module.name)} (id {row.module_id} of layer "
-                f"{row.layer_id}), and "
-                f"so is row {positions[module.name]}: a module has one row",
+                f"{row.layer_id}), and so is row {positions[module.name]}: a module has one row",
             )
         positions[module.name] = row.position
         _check_dora(row, module, path)
@@ -198,9 +197,8 @@ def _check_dora(row: _Row, module: _core.LoraModule, path: str) -> None:
     if row.is_dora:
         raise UnsupportedAdapterError(
             f"row {row.position} of the packed config of {quoted(path)} is DoRA, for module "
-            f"{quoted(module.name)} (id {row.module_id}) of layer {row.layer_id}: only plain "
-            "LoRA is "
-            "supported",
+            f"{quoted(module.name)} (id {row.module_id}) of layer {row.layer_id}: only plain LoRA "
+            "is supported",
             field="is_dora",
         )
 

@@ -141,9 +141,8 @@ def _unsupported(tensors: Iterable[StoredTensor], path: str) -> UnsupportedAdapt
     bad = [(kind, tensor) for kind, tensor in found if why_unsupported(kinds[kind]) is not None]
     kind, tensor = min(bad, key=lambda each: each[0])
     return UnsupportedAdapterError(
-        f"tensor {quoted(tensor.name)} of {quoted(path)}, shape {tensor.shape}, cannot be "
-        "used, and "
-        f"leaving it out would change the answers: {why_unsupported(kinds[kind])}",
+        f"tensor {quoted(tensor.name)} of {quoted(path)}, shape {tensor.shape}, cannot be used, "
+        f"and leaving it out would change the answers: {why_unsupported(kinds[kind])}",
         field=tensor.name,
     )
 

@@ -99,8 +99,7 @@ class BaseModel:
         if uses_dora and self._weights is None:
             raise UnsupportedAdapterError(
                 f"{quoted(path)} has use_dora=True, which needs the norms of the base model's "
-                "weights: "
-                "give LoraManager base_weights (an LLM does)",
+                "weights: give LoraManager base_weights (an LLM does)",
                 field="use_dora",
             )
 
@@ -138,8 +137,7 @@ class BaseModel:
             problem = "which differs from the one that is served"
         raise UnsupportedAdapterError(
             f"tensor {quoted(copy.name)} of {quoted(path)} is a weight of the base model, "
-            f"{problem}. Way "
-            "out: save the adapter with save_embedding_layers=False",
+            f"{problem}. Way out: save the adapter with save_embedding_layers=False",
             field=copy.name,
         )
 
@@ -156,11 +154,10 @@ def _check_whole(weight: torch.Tensor, module: BoundModule, path: str) -> None:
     needed = (module.pair.b.shape[0], module.whole_a.shape[1])
     if tuple(weight.shape) != needed:
         raise UnsupportedAdapterError(
-            f"{quoted(path)} has use_dora=True for module {quoted(module.name)}, which is "
-            "split by its inputs: "
-            f"its norms need the whole weight {list(needed)}, and base_weights gives "
-            f"{list(weight.shape)}. Way out: give base_weights that reads whole weights, from the "
-            "checkpoint",
+            f"{quoted(path)} has use_dora=True for module {quoted(module.name)}, which is split "
+            f"by its inputs: its norms need the whole weight {list(needed)}, and base_weights "
+            f"gives {list(weight.shape)}. Way out: give base_weights that reads whole weights, "
+            "from the checkpoint",
             field="use_dora",
         )
 

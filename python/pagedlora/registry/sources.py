@@ -71,8 +71,8 @@ class Sources:
         if place is None:
             raise AdapterNotFoundError(
                 f"no adapter {quoted(name)} is registered, and lora_dir "
-                f"{quoted(self._lora_dir.path)} "
-                "has no directory of that name with an adapter_config.json",
+                f"{quoted(self._lora_dir.path)} has no directory of that name with an "
+                "adapter_config.json",
                 name=name,
             )
         return place
