@@ -12,6 +12,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from tests.support.adapters import PREFIX, Tensors, adapter_config, write_adapter
 from tests.support.cache_fixtures import Cache
+from tests.support.llm_fixtures import SMALL_CACHE
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model
 
 from pagedlora import (
@@ -113,13 +114,13 @@ def test_the_way_out_is_one(tmp_path: Path) -> None:
     peft.save_pretrained(str(tmp_path), save_embedding_layers=False)
     lora = LoraConfig(lora_target_modules=["all-linear", "embed_tokens", "lm_head"])
     with (
-        LLM(build_tiny_model("llama"), lora_config=lora) as llm,
+        LLM(build_tiny_model("llama"), lora_config=lora, peft_cache_config=SMALL_CACHE) as llm,
         pytest.raises(UnsupportedAdapterError, match=rf"{tokens} tokens.*has {VOCAB_SIZE}"),
     ):
         llm.load_lora("a", tmp_path)
     resized = build_tiny_model("llama")
     resized.resize_token_embeddings(tokens, mean_resizing=False)
-    with LLM(resized, lora_config=lora) as llm:
+    with LLM(resized, lora_config=lora, peft_cache_config=SMALL_CACHE) as llm:
         llm.load_lora("a", tmp_path)
         [output] = llm.generate([[1, tokens - 1]], SamplingParams(max_tokens=2), "a")
     assert output.error is None

@@ -10,6 +10,7 @@ from tests.support import llm_fixtures
 from tests.support.llm_fixtures import (
     FAMILIES,
     GREEDY,
+    SMALL_CACHE,
     adapter_bytes,
     make_prompts,
     peft_answers,
@@ -87,7 +88,10 @@ def test_a_mixed_batch_in_room_for_two_answers_as_peft_does(
 def test_the_answers_differ_by_adapter(
     family: str, adapters: dict[str, Path], engines: list[LLM]
 ) -> None:
-    llm = LLM(build_tiny_model(family), peft_cache_config=PeftCacheConfig(device_cache_size="8MB"))
+    llm = LLM(
+        build_tiny_model(family),
+        peft_cache_config=PeftCacheConfig(host_cache_size="16MB", device_cache_size="8MB"),
+    )
     engines.append(llm)
     prompts = make_prompts(6, seed=2)
     answers = []
@@ -140,7 +144,7 @@ def test_the_models_end_of_sequence_ends_an_answer_unless_ignored(
     (whole,) = tokens_of(llm.generate([1, 2, 3], GREEDY))
     model = build_tiny_model("llama")
     model.generation_config.eos_token_id = [whole[3]]
-    with LLM(model) as ends:
+    with LLM(model, peft_cache_config=SMALL_CACHE) as ends:
         (output,) = ends.generate([1, 2, 3], GREEDY)
         ignoring = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         (ignored,) = ends.generate([1, 2, 3], ignoring)
@@ -150,7 +154,9 @@ def test_the_models_end_of_sequence_ends_an_answer_unless_ignored(
 
 
 def test_answers_end_at_the_models_full_length(engines: list[LLM]) -> None:
-    with LLM(build_tiny_model("llama", max_position_embeddings=16)) as short:
+    with LLM(
+        build_tiny_model("llama", max_position_embeddings=16), peft_cache_config=SMALL_CACHE
+    ) as short:
         fits, too_long = short.generate([[1] * 12, [1] * 16], GREEDY)
     assert len(fits.outputs[0].token_ids) == 4
     assert fits.outputs[0].finish_reason == "length"

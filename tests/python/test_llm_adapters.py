@@ -11,7 +11,7 @@ import pytest
 from tests.support import llm_fixtures
 from tests.support.adapters import write_random_adapter
 from tests.support.cache_fixtures import Call
-from tests.support.llm_fixtures import GREEDY, make_prompts, tokens_of
+from tests.support.llm_fixtures import GREEDY, SMALL_CACHE, make_prompts, tokens_of
 from tests.support.tiny_models import build_tiny_model
 
 from pagedlora.config import LoraConfig
@@ -165,9 +165,12 @@ def test_how_strict_it_is_comes_from_the_configuration(tmp_path: Path) -> None:
     model = build_tiny_model("llama")
     config = LoraModelConfig.from_module(model)
     path = write_random_adapter(tmp_path, config, rank=2, seed=1, a_field_of_tomorrow=1)
-    with LLM(model) as llm, pytest.raises(UnsupportedAdapterError, match="a_field_of_tomorrow"):
+    with (
+        LLM(model, peft_cache_config=SMALL_CACHE) as llm,
+        pytest.raises(UnsupportedAdapterError, match="a_field_of_tomorrow"),
+    ):
         llm.load_lora("a", path)
-    with LLM(model, lora_config=LoraConfig(strict=False)) as llm:
+    with LLM(model, lora_config=LoraConfig(strict=False), peft_cache_config=SMALL_CACHE) as llm:
         with pytest.warns(PagedLoraWarning, match="a_field_of_tomorrow"):
             info = llm.load_lora("a", path)
         assert len(info.report.ignored) == 1

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import llm_fixtures
-from tests.support.llm_fixtures import (
-    GREEDY,
-    tokens_of,
-)
+from tests.support.llm_fixtures import GREEDY, SMALL_CACHE, tokens_of
 from tests.support.tiny_models import build_tiny_model
 
 from pagedlora import LoraManager, LoraModelConfig, PeftCacheManager, attach
@@ -38,7 +35,7 @@ def test_a_live_module_is_given_back_unchanged() -> None:
     model = build_tiny_model("llama").train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     implementation = model.config._attn_implementation
-    with LLM(model) as engine:
+    with LLM(model, peft_cache_config=SMALL_CACHE) as engine:
         tokens_of(engine.generate([1, 2, 3], GREEDY))
     engine.close()
     assert model.training
@@ -53,7 +50,7 @@ def test_a_live_module_is_given_back_when_its_engine_is_dropped() -> None:
     model = build_tiny_model("llama")
     ids = torch.tensor([[3, 1, 4]])
     before = model(ids).logits
-    llm = LLM(model)
+    llm = LLM(model, peft_cache_config=SMALL_CACHE)
     assert len(llm.generate([[1]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids) == 2
     del llm
     gc.collect()
@@ -65,22 +62,25 @@ def test_an_attached_module_is_refused() -> None:
     """Hooks of both would act in one forward."""
     model = build_tiny_model("llama")
     config = LoraModelConfig.from_module(model)
-    cache = PeftCacheManager(config)
+    cache = PeftCacheManager(config, SMALL_CACHE)
     attached = attach(model, cache, LoraManager(config, cache))
     with pytest.raises(InvalidArgumentError, match=r"is attached: detach\(\) it"):
         LLM(model)
     attached.detach()
-    LLM(model).close()
+    LLM(model, peft_cache_config=SMALL_CACHE).close()
     cache.close()
 
 
 def test_a_model_from_a_directory_with_its_dtype(tmp_path: Path) -> None:
     build_tiny_model("llama").save_pretrained(tmp_path)
-    with LLM(tmp_path) as from_path, LLM(build_tiny_model("llama")) as live:
+    with (
+        LLM(tmp_path, peft_cache_config=SMALL_CACHE) as from_path,
+        LLM(build_tiny_model("llama")) as live,
+    ):
         assert tokens_of(from_path.generate([1, 2], GREEDY)) == tokens_of(
             live.generate([1, 2], GREEDY)
         )
-    with LLM(str(tmp_path), dtype="bfloat16") as engine:
+    with LLM(str(tmp_path), dtype="bfloat16", peft_cache_config=SMALL_CACHE) as engine:
         assert engine._parts.loaded.dtype == torch.bfloat16
         tokens_of(engine.generate([1, 2], GREEDY))
 
@@ -97,7 +97,7 @@ def test_texts_go_in_and_out_with_a_tokenizer() -> None:
             assert skip_special_tokens
             return "".join(chr(ord("a") + token) for token in token_ids)
 
-    with LLM(build_tiny_model("llama"), Tokenizer()) as engine:
+    with LLM(build_tiny_model("llama"), Tokenizer(), peft_cache_config=SMALL_CACHE) as engine:
         (output,) = engine.generate("cab", GREEDY)
         tokens = output.outputs[0].token_ids
         assert output.prompt_token_ids == [2, 0, 1]

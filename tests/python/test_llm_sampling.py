@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.support.byte_tokenizer import ByteTokenizer
+from tests.support.llm_fixtures import SMALL_CACHE
 from tests.support.tiny_models import build_tiny_model
 
 from pagedlora.config import KvCacheConfig, PeftCacheConfig
@@ -87,7 +88,11 @@ def test_the_chosen_token_is_reported_whatever_its_probability(llm: LLM) -> None
 
 
 def test_stop_strings_need_a_tokenizer() -> None:
-    with LLM(build_tiny_model("llama"), kv_cache_config=KvCacheConfig(num_blocks=8)) as llm:
+    with LLM(
+        build_tiny_model("llama"),
+        kv_cache_config=KvCacheConfig(num_blocks=8),
+        peft_cache_config=SMALL_CACHE,
+    ) as llm:
         (output,) = llm.generate([[1]], SamplingParams(stop="x"))
     assert isinstance(output.error, InvalidArgumentError)
     assert "tokenizer" in str(output.error)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tests.support.adapters import PREFIX, WEIGHTS_FILE, Tensors, write_adapter
 from tests.support.cache_fixtures import Cache, add_and_wait, check_pages
+from tests.support.llm_fixtures import SMALL_CACHE
 from tests.support.nemo import KQV, Heads, Pairs, draw_pairs, state_of, write_nemo
 from tests.support.tiny_models import build_tiny_model, tiny_config
 
@@ -148,7 +149,11 @@ def test_it_answers_as_the_same_adapter_in_a_directory(tmp_path: Path, family: s
         "nemo": write_nemo(tmp_path / "a.nemo", heads, pairs, fields=fields),
         "peft": write_adapter(tmp_path / "b", as_peft(pairs, names), lora_alpha=12),
     }
-    with LLM(build_tiny_model(family), lora_config=LoraConfig(allow_pickle=True)) as llm:
+    with LLM(
+        build_tiny_model(family),
+        lora_config=LoraConfig(allow_pickle=True),
+        peft_cache_config=SMALL_CACHE,
+    ) as llm:
         for name, path in adapters.items():
             llm.load_lora(name, path)
         prompts = [[5, 9, 2, 33, 7]] * 3

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.llm_fixtures import GREEDY, save_adapter
+from tests.support.llm_fixtures import GREEDY, SMALL_CACHE, save_adapter
 from tests.support.tiny_models import build_tiny_model
 
 from pagedlora.config import KvCacheConfig, PeftCacheConfig, SchedulerConfig
@@ -90,7 +90,11 @@ def test_only_the_last_thousand_steps_are_kept() -> None:
 
 def test_statistics_must_be_asked_for() -> None:
     with (
-        LLM(build_tiny_model("llama"), kv_cache_config=KvCacheConfig(num_blocks=8)) as llm,
+        LLM(
+            build_tiny_model("llama"),
+            kv_cache_config=KvCacheConfig(num_blocks=8),
+            peft_cache_config=SMALL_CACHE,
+        ) as llm,
         pytest.raises(InvalidArgumentError, match="enable_stats=True"),
     ):
         llm.get_stats()

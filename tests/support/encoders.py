@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import torch
 from tests.support.peft_oracle import quiet_peft
+from tests.support.peft_saving import save_with_peft
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
@@ -97,7 +98,7 @@ def save_encoder_adapters(
                 if "lora_" in parameter_name:
                     drawn = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(drawn * (0.5 / spec.rank) ** 0.5)
-            wrapped.save_pretrained(root / name)
+            save_with_peft(wrapped, root / name)
             wrapped.unload()
     return {name: root / name for name in adapters}
 

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from tests.support.peft_saving import save_with_peft
 from tests.support.tiny_models import VOCAB_SIZE, build_tiny_model, greedy_tokens
 
 from pagedlora.config import KvCacheConfig, PeftCacheConfig, SchedulerConfig
@@ -27,6 +28,9 @@ ADAPTERS = {
     "r8": (8, ["gate_proj", "o_proj"], True),
 }
 """Name to rank, target modules and whether rank-stabilised."""
+
+SMALL_CACHE = PeftCacheConfig(host_cache_size=2**24, device_cache_size=2**23)
+"""Enough for tiny models: tiers are touched when they are made, and the default has gigabytes."""
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
 
@@ -49,7 +53,7 @@ def save_adapter(
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.copy_(torch.randn(parameter.shape) * (1.2 / rank) ** 0.5 * 0.4)
-        model.save_pretrained(directory)
+        save_with_peft(model, directory)
     return directory
 
 

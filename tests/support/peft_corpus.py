@@ -18,6 +18,7 @@ import torch
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from tests.support.adapters import CONFIG_FILE
 from tests.support.encoders import build_classifier
+from tests.support.peft_saving import save_with_peft
 from tests.support.row_kinds import randomise_layer, silent_peft
 from tests.support.tiny_models import build_tiny_model
 
@@ -309,7 +310,7 @@ def save_entry(directory: Path, family: str, entry: Entry, *, seed: int) -> Path
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
                 randomise_layer(module, generator)
-        model.save_pretrained(directory)
+        save_with_peft(model, directory)
     if entry.edits:
         path = directory / CONFIG_FILE
         path.write_text(json.dumps({**json.loads(path.read_text()), **entry.edits}))

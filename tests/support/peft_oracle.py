@@ -17,6 +17,7 @@ from typing import Any
 
 import peft
 import torch
+from tests.support.peft_saving import save_with_peft
 from tests.support.tiny_models import build_tiny_model
 
 TOLERANCE = 1e-4
@@ -105,7 +106,7 @@ def save_adapter(directory: Path, family: str, spec: AdapterSpec, *, seed: int) 
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
                 _randomise(module, spec.rank, generator)
-        model.save_pretrained(directory)
+        save_with_peft(model, directory)
     return directory
 
 
@@ -210,15 +211,27 @@ def assert_equal_to_peft(
         cases: What was asked.
         answers: What was answered greedily, in the same order.
     """
-    for case, answer in zip(cases, answers, strict=True):
+    for case, answer in _by_adapter(cases, answers):
         assert len(answer.tokens) == len(answer.logits) > 0, f"{case}: no or too few logits"
         expected = oracle.greedy(case, len(answer.tokens))
         assert answer.tokens == expected, f"{case}: PEFT's tokens differ"
-        assert_follows_peft(oracle, case, answer)
+        _assert_follows(oracle, case, answer)
 
 
-def assert_follows_peft(oracle: PeftOracle, case: Case, answer: Answer) -> None:
+def assert_follow_peft(
+    oracle: PeftOracle, cases: Sequence[Case], answers: Sequence[Answer]
+) -> None:
     """Fails unless PEFT, fed our own tokens, agrees with each of them and with our logits."""
+    for case, answer in _by_adapter(cases, answers):
+        _assert_follows(oracle, case, answer)
+
+
+def _by_adapter(cases: Sequence[Case], answers: Sequence[Answer]) -> list[tuple[Case, Answer]]:
+    """Cases of one adapter in a row: PEFT takes as long to change it as to answer."""
+    return sorted(zip(cases, answers, strict=True), key=lambda pair: pair[0].adapter or "")
+
+
+def _assert_follows(oracle: PeftOracle, case: Case, answer: Answer) -> None:
     theirs = oracle.logits(case, answer.tokens)
     chosen = theirs.gather(1, torch.tensor(answer.tokens).unsqueeze(1)).squeeze(1)
     gap = float((theirs.amax(dim=1) - chosen).max())

@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import torch
 from tests.support.peft_oracle import quiet_peft
+from tests.support.peft_saving import save_with_peft
 from tests.support.tiny_models import build_tiny_model
 
 _STRENGTH = 0.7
@@ -95,7 +96,7 @@ def save_kind(directory: Path, family: str, fields: Fields, *, seed: int) -> Pat
         for module in model.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
                 randomise_layer(module, generator)
-        model.save_pretrained(directory, save_embedding_layers=False)
+        save_with_peft(model, directory, save_embedding_layers=False)
     return directory
 
 

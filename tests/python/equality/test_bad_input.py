@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support.cache_fixtures import Call
 from tests.support.equality_bench import GREEDY, Bench, make_cases, open_bench
+from tests.support.llm_fixtures import SMALL_CACHE
 from tests.support.peft_oracle import Case
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -321,7 +322,7 @@ def test_two_engines_on_one_model_do_not_disturb_each_other(
     cases = [case for case in right if len(case.prompt) == 3]
     with open_bench("llama", adapters) as one:
         model = one.llm._parts.loaded.model
-        two = LLM(model)
+        two = LLM(model, peft_cache_config=SMALL_CACHE)
         # The same names for other adapters: hooks of one must not act in the other.
         for name, other in zip(adapters, reversed(adapters.values()), strict=True):
             two.load_lora(name, other)
@@ -344,7 +345,10 @@ def test_two_engines_on_one_model_answer_from_two_threads(
 ) -> None:
     """Their steps take turns: hooks of both are on the same modules."""
     cases = [case for case in right if len(case.prompt) == 3]
-    with open_bench("llama", adapters) as one, LLM(one.llm._parts.loaded.model) as two:
+    with (
+        open_bench("llama", adapters) as one,
+        LLM(one.llm._parts.loaded.model, peft_cache_config=SMALL_CACHE) as two,
+    ):
         for name, directory in adapters.items():
             two.load_lora(name, directory)
         prompts = [list(case.prompt) for case in cases]
@@ -361,7 +365,7 @@ def test_two_engines_on_one_model_answer_from_two_threads(
 def test_an_engine_inside_anothers_step_is_refused(adapters: dict[str, Path]) -> None:
     with open_bench("llama", adapters) as one:
         model = one.llm._parts.loaded.model
-        with LLM(model) as two:
+        with LLM(model, peft_cache_config=SMALL_CACHE) as two:
             refused: list[BaseException] = []
 
             def ask_the_other(*_: object) -> None:

@@ -17,7 +17,7 @@ from tests.support.peft_oracle import (
     Case,
     PeftOracle,
     assert_equal_to_peft,
-    assert_follows_peft,
+    assert_follow_peft,
 )
 
 from pagedlora import _core
@@ -138,8 +138,7 @@ class Exam:
 
     def follow(self, answers: list[Answer]) -> None:
         """Feeds the answers to PEFT."""
-        for case, answer in zip(self.cases, answers, strict=True):
-            assert_follows_peft(self.oracle, case, answer)
+        assert_follow_peft(self.oracle, self.cases, answers)
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_it_is_refused_so_whatever_the_model(family: str, name: str, tmp_path: P
         return
     directory = save_entry(tmp_path / "a", family, entry, seed=1)
     config = LoraModelConfig.from_module(build(family))
-    sizes = PeftCacheConfig(host_cache_size=2**20, device_cache_size=2**20)
+    sizes = PeftCacheConfig(host_cache_size=2**20, device_cache_size=2**20, page_size=4096)
     manager = LoraManager(config, PeftCacheManager(config, sizes))
     with pytest.raises(UnsupportedAdapterError, match=entry.refused) as caught:
         manager.register("a", directory)

@@ -20,7 +20,7 @@ from tests.support.peft_oracle import (
     Answer,
     Case,
     PeftOracle,
-    assert_follows_peft,
+    assert_follow_peft,
     save_adapters,
 )
 from tests.support.tiny_models import VOCAB_SIZE
@@ -142,8 +142,7 @@ def test_sixty_requests_through_little_room_answer_as_peft_does(
     with open_bench(FAMILY, adapters, policy=policy, host_blocks=host_blocks, **SIZES) as bench:
         answers = answer_all(bench, cases, params, gaps, settled=True)
         assert_under_pressure(bench, totals(bench), policy, host_blocks)
-    for case, answer in zip(cases, answers, strict=True):
-        assert_follows_peft(oracle, case, answer)
+    assert_follow_peft(oracle, cases, answers)
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
@@ -168,5 +167,4 @@ def test_answers_do_not_depend_on_when_loads_end(
     cases, params, gaps = draw(SEEDS[0])
     with open_bench(FAMILY, adapters, policy=policy, host_blocks=12, **SIZES) as bench:
         answers = answer_all(bench, cases, params, gaps, settled=False)
-    for case, answer in zip(cases, answers, strict=True):
-        assert_follows_peft(oracle, case, answer)
+    assert_follow_peft(oracle, cases, answers)
