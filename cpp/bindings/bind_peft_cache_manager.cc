@@ -262,6 +262,7 @@ void register_stats(py::module_& module) {
   py::class_<TierStats>(module, "TierStats", "Counters of one tier since construction.")
       .def_readonly("hits", &TierStats::hits)
       .def_readonly("misses", &TierStats::misses)
+      .def_readonly("tasks_loaded", &TierStats::tasks_loaded)
       .def_readonly("tasks_evicted", &TierStats::tasks_evicted)
       .def_readonly("pages_evicted", &TierStats::pages_evicted)
       .def_readonly("bytes_loaded", &TierStats::bytes_loaded)

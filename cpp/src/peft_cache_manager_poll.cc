@@ -66,6 +66,7 @@ void PeftCacheManager::apply_to_device(TaskRecord& record, FillJob& job,
   }
   record.device_job.reset();
   device_.publish(job.task());
+  ++stats_.device.tasks_loaded;
   stats_.device.bytes_loaded += record.layout->payload_bytes();
   stats_.device.load_seconds += job.seconds();
 }
@@ -81,6 +82,7 @@ void PeftCacheManager::apply_to_host(TaskRecord& record, FillJob& job,
   const TaskId task = job.task();
   record.host_job.reset();
   host_.publish(task);
+  ++stats_.host.tasks_loaded;
   stats_.host.bytes_loaded += record.layout->payload_bytes();
   stats_.host.load_seconds += job.seconds();
   if (const auto* load = dynamic_cast<const SourceLoad*>(&job)) {

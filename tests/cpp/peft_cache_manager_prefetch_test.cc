@@ -42,6 +42,8 @@ TEST_F(PeftPrefetchTest, L4_BringsTheWindowIntoBothTiersWithoutOwners) {
   add(1, tasks[0]);
   ensure_and_close({1});
   EXPECT_EQ(manager_->stats().device.hits, 1U);
+  EXPECT_EQ(manager_->stats().device.misses, 0U);
+  EXPECT_EQ(manager_->stats().device.tasks_loaded, 3U);
 }
 
 TEST_F(PeftPrefetchTest, L4_DevicePagesAreClaimedOnlyOnceTheHostCopyIsResident) {

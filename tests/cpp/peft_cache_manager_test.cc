@@ -351,11 +351,13 @@ TEST_F(PeftTest, EachEventIsCountedOnce) {
   EXPECT_EQ(stats.host.misses, 3U);
   EXPECT_EQ(stats.host.tasks_evicted, 1U);
   EXPECT_EQ(stats.host.pages_evicted, 2U);
+  EXPECT_EQ(stats.host.tasks_loaded, 3U);
   EXPECT_EQ(stats.host.bytes_loaded, 5 * kPageBytes);
   EXPECT_EQ(stats.device.hits, 1U);
   EXPECT_EQ(stats.device.misses, 2U);
   EXPECT_EQ(stats.device.tasks_evicted, 1U);
   EXPECT_EQ(stats.device.pages_evicted, 2U);
+  EXPECT_EQ(stats.device.tasks_loaded, 2U);
   EXPECT_EQ(stats.device.bytes_loaded, 4 * kPageBytes);
   EXPECT_EQ(stats.source_reads, 3U);
   EXPECT_EQ(stats.source_rereads, 0U);

@@ -43,7 +43,7 @@ def unwrapped(output: str) -> str:
 def numbers_after(label: str, output: str) -> list[list[int]]:
     """The numbers of every line that starts with the label."""
     lines = re.findall(rf"^ *{label} +(.*)$", output, re.MULTILINE)
-    return [[int(n) for n in re.findall(r"\d+", line)] for line in lines]
+    return [[int(n) for n in re.findall(r"-?\d+", line)] for line in lines]
 
 
 def test_the_tiny_demo_shows_answers_and_cache_and_proves_them() -> None:
@@ -58,7 +58,7 @@ def test_the_tiny_demo_shows_answers_and_cache_and_proves_them() -> None:
     assert not re.search("differs|MISMATCH|UNDECIDED|error", text)
     assert output.count("agrees") == 17
     assert len(re.findall(r"layers +re-read +0 ", output)) >= 12
-    for label in ("hits", "evictions", "re-reads"):
+    for label in ("hits", "loads", "evictions", "re-reads"):
         rows = numbers_after(label, output)
         assert len(rows) == 2
         assert all(number > 0 for row in rows[1:] for number in row)
@@ -231,3 +231,14 @@ def test_the_stream_asks_some_adapters_often_and_the_base_too() -> None:
     counts = sorted((chosen.count(name) for name in names), reverse=True)
     assert counts[0] >= 15
     assert counts[100] <= 3
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [("AVX2", torch.float32), ("AVX512", torch.bfloat16), ("SVE256", torch.bfloat16)],
+)
+def test_the_real_demo_computes_in_a_type_that_the_processor_has_products_of(
+    monkeypatch: pytest.MonkeyPatch, capability: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert smollm2_scenario.quick_dtype() == dtype

@@ -6,8 +6,9 @@
 namespace pagedlora {
 
 struct TierStats {
-  std::uint64_t hits = 0;    // the task was resident when it was asked for
-  std::uint64_t misses = 0;  // it had to be brought in
+  std::uint64_t hits = 0;          // the task was resident when it was asked for
+  std::uint64_t misses = 0;        // it had to be brought in
+  std::uint64_t tasks_loaded = 0;  // were brought in, for a miss or ahead of one
   std::uint64_t tasks_evicted = 0;
   std::uint64_t pages_evicted = 0;
   std::uint64_t bytes_loaded = 0;  // of adapter weights written into the tier

@@ -78,11 +78,16 @@ def print_cache(console: Console, llm: LLM, fleet: Fleet, asked: Sequence[str]) 
     add("adapters in it", *(cache.resident_tasks(tier) for tier, _, _ in tiers))
     add("hits", *(counters.hits for _, counters, _ in tiers))
     add("misses", *(counters.misses for _, counters, _ in tiers))
+    add("loads", *(counters.tasks_loaded for _, counters, _ in tiers))
     add("evictions", *(counters.tasks_evicted for _, counters, _ in tiers))
-    device_again = stats.device.misses - len(asked)
+    device_again = stats.device.tasks_loaded - len(asked)
     add("re-reads", f"{stats.source_rereads:,} from file", f"{device_again:,} from host")
     console.print(table)
-    console.print("(Counted in host by request, on the device by adapter and step.)", style="dim")
+    console.print(
+        "(Hits and misses are counted in host by request, on the device by adapter and step. What "
+        "the scheduler fetches ahead is a load without a miss.)",
+        style="dim",
+    )
     device_bytes = cache.max_device_pages * page
     console.print(
         f"{len(fleet.infos)} adapters registered, {len(asked)} asked, "

@@ -67,11 +67,12 @@ def smollm2_scenario(
     directory = _model_directory(model, console)
     config = LoraModelConfig.from_hf_config(AutoConfig.from_pretrained(directory))
     tokenizer = AutoTokenizer.from_pretrained(directory)
+    dtype = quick_dtype()
 
     return Scenario(
-        title=f"{MODEL_NAME} (bfloat16, dequantised from Q4_1)",
+        title=f"{MODEL_NAME} ({str(dtype).removeprefix('torch.')}, dequantised from Q4_1)",
         load_model=lambda dtype: _load_model(directory, dtype),
-        dtype=torch.bfloat16,
+        dtype=dtype,
         encode=lambda question: _chat_tokens(tokenizer, question),
         decode=lambda tokens: _decode(tokenizer, tokens),
         shown_kind="trained",
@@ -82,6 +83,12 @@ def smollm2_scenario(
         workload=WORKLOAD,
         seed=seed,
     )
+
+
+def quick_dtype() -> torch.dtype:
+    """bfloat16, the model's own, but where torch has no fast products of it on this processor."""
+    has_products = torch.backends.cpu.get_cpu_capability() != "AVX2"
+    return torch.bfloat16 if has_products else torch.float32
 
 
 def _model_directory(given: Path | None, console: Console) -> Path:
