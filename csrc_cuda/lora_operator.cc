@@ -6,6 +6,7 @@
 
 #include "gpu_buffers.h"
 #include "gpu_context.h"
+#include "internal/lora_call_check.h"
 #include "pagedlora/cuda/lora_kernels.h"
 #include "pagedlora/errors.h"
 #include "upload_stage.h"
@@ -95,8 +96,8 @@ void CudaLoraOperator::set_batch(std::span<const Segment> segments, void* stream
   check_is_not_captured(stream);
   ++batch_;
   segments_.clear();
-  std::uint32_t num_rows = 0;
-  std::uint32_t num_segments = 0;
+  std::uint64_t num_rows = 0;
+  std::uint64_t num_segments = 0;
   for (const Segment& segment : segments) {
     num_rows += segment.num_rows;
     if (segment.task == nullptr || segment.num_rows == 0) {
@@ -114,7 +115,7 @@ void CudaLoraOperator::set_batch(std::span<const Segment> segments, void* stream
   shares_weights_ = !options_.for_graphs && num_rows >= kFewRows * num_segments;
   tables_.set_batch(segments_, shares_weights_ ? kSharedRows : 1);
   upload(stream);
-  num_rows_ = num_rows;
+  num_rows_ = static_cast<std::uint32_t>(num_rows);
 }
 
 // A task that was evicted and read again may lie elsewhere, or its old pages may be another's.
@@ -203,23 +204,20 @@ void CudaLoraOperator::upload(const LoraTables::Change& change, void* stream) {
   }
 }
 
-void CudaLoraOperator::check(ModuleIndex module, ModuleKind kind, std::uint32_t num_rows) const {
+void CudaLoraOperator::check(ModuleIndex module, ModuleKind kind, const Activations& activations,
+                             const void* input) const {
   gpu_->check_alive();
-  if (num_rows != num_rows_) {
-    throw InvalidArgumentError("activations have " + std::to_string(num_rows) +
-                               " rows, the batch has " + std::to_string(num_rows_));
+  internal::check_activations(activations, input, kind, num_rows_);
+  internal::check_module(module, config_->modules().size());
+  const LoraModule& shape = config_->module(module);
+  internal::check_kind(module, shape.kind, kind);
+  if (activations.num_rows < 2) {
+    return;  // one row has whatever stride torch gives it
   }
-  if (module.value >= config_->modules().size()) {
-    throw InvalidArgumentError("module index " + std::to_string(module.value) +
-                               " given for a model with " +
-                               std::to_string(config_->modules().size()) + " LoRA modules");
+  if (kind == ModuleKind::linear) {
+    internal::check_stride("x", activations.x_row_stride, shape.in_features, module);
   }
-  if (config_->module(module).kind != kind) {
-    throw InvalidArgumentError("module index " + std::to_string(module.value) +
-                               (kind == ModuleKind::linear
-                                    ? " is an embedding: give its tokens to apply_embedding()"
-                                    : " is linear: give its input to apply()"));
-  }
+  internal::check_stride("y", activations.y_row_stride, shape.out_features, module);
 }
 
 CudaLoraOperator::LoraPass CudaLoraOperator::pass_of(ModuleIndex module) const {
@@ -234,7 +232,7 @@ bool CudaLoraOperator::has_nothing_to_launch() const {
 }
 
 void CudaLoraOperator::apply(ModuleIndex module, const Activations& activations, void* stream) {
-  check(module, ModuleKind::linear, activations.num_rows);
+  check(module, ModuleKind::linear, activations, activations.x);
   if (has_nothing_to_launch()) {
     return;
   }
@@ -255,7 +253,12 @@ void CudaLoraOperator::apply(ModuleIndex module, const Activations& activations,
 
 void CudaLoraOperator::apply_embedding(ModuleIndex module, const EmbeddingActivations& activations,
                                        void* stream) {
-  check(module, ModuleKind::embedding, activations.num_rows);
+  check(module, ModuleKind::embedding,
+        {.y = activations.y,
+         .y_row_stride = activations.y_row_stride,
+         .num_rows = activations.num_rows,
+         .dtype = activations.dtype},
+        activations.token_ids);
   if (has_nothing_to_launch()) {
     return;
   }

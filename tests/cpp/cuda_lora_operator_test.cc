@@ -14,6 +14,7 @@
 #include "pagedlora/cuda/lora_operator.h"
 #include "pagedlora/errors.h"
 #include "pagedlora/lora_operator.h"
+#include "thrown_by.h"
 
 namespace pagedlora {
 namespace {
@@ -22,6 +23,7 @@ using cuda::CudaLoraOperator;
 using testing_support::becomes_true;
 using testing_support::ComputeStream;
 using testing_support::CudaCacheTest;
+using testing_support::thrown_by;
 
 constexpr std::uint32_t kFeatures = 8;  // of the fixture's one module
 constexpr ModuleIndex kModule{0};
@@ -378,12 +380,28 @@ TEST_F(CudaLoraOperatorTest, WhatDoesNotFitTheBatchOrTheModelIsRefused) {
   add_new(1, 1);
   const auto lease = ensure({1});
   lora_->set_batch(segments_of(*lease, {{1, 2}}), stream_.get());
-  EXPECT_THROW(lora_->apply(kModule, {nullptr, nullptr, 8, 8, 3}, stream_.get()),
+  const GpuFloats x(std::vector<float>(2 * kFeatures, 2.0F));
+  const GpuFloats y(std::vector<float>(2 * kFeatures, 2.0F));
+  using Spoil = void (*)(Activations&);
+  for (const auto& [spoil, words] : std::map<Spoil, std::string>{
+           {[](Activations& a) { a.num_rows = 3; }, "have 3 rows, the batch has 2"},
+           {[](Activations& a) { a.x = nullptr; }, "x is null"},
+           {[](Activations& a) { a.y = nullptr; }, "y is null"},
+           {[](Activations& a) { a.x_row_stride = 7; }, "the row stride of x is 7 elements"},
+           {[](Activations& a) { a.y_row_stride = 7; }, "the row stride of y is 7 elements"},
+           {[](Activations& a) { a.dtype = Dtype{9}; }, "a dtype of number 9"}}) {
+    Activations activations{x.get(), y.get(), kFeatures, kFeatures, 2};
+    spoil(activations);
+    const auto error =
+        thrown_by<InvalidArgumentError>([&] { lora_->apply(kModule, activations, stream_.get()); });
+    ASSERT_TRUE(error) << words;
+    EXPECT_NE(std::string(error->what()).find(words), std::string::npos) << error->what();
+  }
+  const Activations good{x.get(), y.get(), kFeatures, kFeatures, 2};
+  EXPECT_THROW(lora_->apply(ModuleIndex{1}, good, stream_.get()), InvalidArgumentError);
+  EXPECT_THROW(lora_->apply_embedding(kModule, {nullptr, y.get(), 8, 2}, stream_.get()),
                InvalidArgumentError);
-  EXPECT_THROW(lora_->apply(ModuleIndex{1}, {nullptr, nullptr, 8, 8, 2}, stream_.get()),
-               InvalidArgumentError);
-  EXPECT_THROW(lora_->apply_embedding(kModule, {nullptr, nullptr, 8, 2}, stream_.get()),
-               InvalidArgumentError);
+  EXPECT_EQ(y.values(), std::vector<float>(2 * kFeatures, 2.0F));
   EXPECT_THROW(make_operator(0), InvalidArgumentError);
 }
 

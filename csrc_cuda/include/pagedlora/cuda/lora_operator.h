@@ -68,8 +68,8 @@ class CudaLoraOperator {
   std::uint32_t num_rows() const { return num_rows_; }
 
   // Enqueues y += LoRA(x) for the batch's rows; pointers are the GPU's, and stay until the stream is
-  // through. Throws InvalidArgumentError if the rows are not the batch's or the module is of the
-  // other kind, and as the constructor.
+  // through. Throws InvalidArgumentError if the rows are not the batch's, the module is of the other
+  // kind, a pointer is null or a stride less than the module's features, and as the constructor.
   void apply(ModuleIndex module, const Activations& activations, void* stream);
   void apply_embedding(ModuleIndex module, const EmbeddingActivations& activations, void* stream);
 
@@ -95,7 +95,8 @@ class CudaLoraOperator {
   void check_is_not_captured(void* stream);
   void upload(void* stream);
   void upload(const LoraTables::Change& change, void* stream);
-  void check(ModuleIndex module, ModuleKind kind, std::uint32_t num_rows) const;
+  void check(ModuleIndex module, ModuleKind kind, const Activations& activations,
+             const void* input) const;
   bool can_start_early();
   struct LoraPass;
   LoraPass pass_of(ModuleIndex module) const;
