@@ -258,24 +258,6 @@ void register_row_shape(py::module_& module) {
       .def_property_readonly("out_slice", [=](const RowShape& row) { return to_pair(row.out); });
 }
 
-void register_stats(py::module_& module) {
-  py::class_<TierStats>(module, "TierStats", "Counters of one tier since construction.")
-      .def_readonly("hits", &TierStats::hits)
-      .def_readonly("misses", &TierStats::misses)
-      .def_readonly("tasks_loaded", &TierStats::tasks_loaded)
-      .def_readonly("tasks_evicted", &TierStats::tasks_evicted)
-      .def_readonly("pages_evicted", &TierStats::pages_evicted)
-      .def_readonly("bytes_loaded", &TierStats::bytes_loaded)
-      .def_readonly("load_seconds", &TierStats::load_seconds);
-  py::class_<PeftCacheStats>(module, "PeftCacheStats", "Counters of a manager since construction.")
-      .def_readonly("host", &PeftCacheStats::host)
-      .def_readonly("device", &PeftCacheStats::device)
-      .def_readonly("source_reads", &PeftCacheStats::source_reads)
-      .def_readonly("source_rereads", &PeftCacheStats::source_rereads)
-      .def_readonly("source_bytes", &PeftCacheStats::source_bytes)
-      .def_readonly("failed_loads", &PeftCacheStats::failed_loads);
-}
-
 void register_manager_calls(py::class_<PeftCacheManager, std::shared_ptr<PeftCacheManager>>& type) {
   type.def(py::init(&make_manager), "config"_a.none(false), py::kw_only(), "host_cache_bytes"_a,
            "device_cache_bytes"_a, "page_bytes"_a = 0, "max_part_bytes"_a = 0,
@@ -432,7 +414,6 @@ void register_manager_queries(
 
 void register_peft_cache_manager(py::module_& module) {
   register_row_shape(module);
-  register_stats(module);
   py::class_<PeftCacheManager, std::shared_ptr<PeftCacheManager>> type(
       module, "PeftCacheManager", "The two-tier cache; see pagedlora.PeftCacheManager.",
       py::release_gil_before_calling_cpp_dtor());

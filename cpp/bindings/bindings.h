@@ -16,6 +16,7 @@ void register_adapter(pybind11::module_& module);
 void register_batch_lease(pybind11::module_& module);
 void register_lease_pages(pybind11::module_& module);
 void register_fakes(pybind11::module_& module);
+void register_stats(pybind11::module_& module);
 void register_peft_cache_manager(pybind11::module_& module);
 void register_pool_view(pybind11::module_& module);
 void register_process_mark(pybind11::module_& module);

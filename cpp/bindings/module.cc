@@ -12,6 +12,7 @@ PYBIND11_MODULE(_core, module) {
   register_lease_pages(module);
   register_fakes(module);
   register_gpu(module);
+  register_stats(module);
   register_peft_cache_manager(module);
   register_pool_view(module);
   register_process_mark(module);

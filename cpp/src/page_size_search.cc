@@ -134,9 +134,10 @@ LayoutParams search_layout_params(const LoraModelConfig& config, std::size_t bud
   const std::size_t largest = std::min(kMaxPageBytes, budget_bytes / 4);
   const std::size_t least = kMaxBlockRanks * element_bytes(config.dtype());
   if (largest < std::max(least, kSlotBytes)) {
-    throw InvalidArgumentError("a cache of " + std::to_string(budget_bytes) +
-                               " bytes is too small for pages; give it at least " +
-                               std::to_string(4 * kMinPageBytes) + " bytes");
+    throw InvalidArgumentError("a tier of " + std::to_string(budget_bytes) +
+                               (budget_bytes == 1 ? " byte" : " bytes") +
+                               " is too small for pages; give each at least " +
+                               std::to_string(4 * std::max(least, kSlotBytes)) + " bytes");
   }
   const std::vector<Fleet> fleets = standard_fleets(config);
   const std::size_t step = candidate_step(config, largest);

@@ -131,7 +131,7 @@ void PeftCacheManager::add_request_peft(RequestId request, TaskId task,
   const TaskOwners::Added added = add_owner(request, record, started, was_on_host);
   iteration_.requests_resumed += added == TaskOwners::Added::resumed ? 1U : 0U;
   if (was_on_host) {
-    ++stats_.host.hits;
+    stats_.host.hits += added == TaskOwners::Added::already ? 0U : 1U;
     host_.use(*record.host_entry, ++uses_);
   }
   update_class(record);

@@ -439,6 +439,68 @@ class FakeSource(TensorSource):
     @property
     def num_opens(self) -> int: ...
 
+class TierStats:
+    """
+    Counters of one tier since construction.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def bytes_loaded(self) -> int:
+        """
+        Of adapters brought in.
+        """
+    @property
+    def hits(self) -> int:
+        """
+        It was there, or on its way, when a request was added (host) or a batch asked for it (device).
+        """
+    @property
+    def load_seconds(self) -> float:
+        """
+        That workers took to bring them in.
+        """
+    @property
+    def misses(self) -> int:
+        """
+        It was not: a load had to be started.
+        """
+    @property
+    def pages_evicted(self) -> int: ...
+    @property
+    def tasks_evicted(self) -> int: ...
+    @property
+    def tasks_loaded(self) -> int:
+        """
+        Adapters brought in, for a miss or ahead of one.
+        """
+
+class PeftCacheStats:
+    """
+    Counters of a manager since construction.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def device(self) -> TierStats: ...
+    @property
+    def failed_loads(self) -> int: ...
+    @property
+    def host(self) -> TierStats: ...
+    @property
+    def source_bytes(self) -> int:
+        """
+        Read from files.
+        """
+    @property
+    def source_reads(self) -> int:
+        """
+        Whole adapters read from their files.
+        """
+    @property
+    def source_rereads(self) -> int:
+        """
+        Of them, those that had been read before.
+        """
+
 class RowShape:
     """
     A row of a task: (first feature, number of features) of its slices.
@@ -455,42 +517,6 @@ class RowShape:
     def out_slice(self) -> tuple[int, int]: ...
     @property
     def rank(self) -> int: ...
-
-class TierStats:
-    """
-    Counters of one tier since construction.
-    """
-    @property
-    def bytes_loaded(self) -> int: ...
-    @property
-    def hits(self) -> int: ...
-    @property
-    def load_seconds(self) -> float: ...
-    @property
-    def misses(self) -> int: ...
-    @property
-    def pages_evicted(self) -> int: ...
-    @property
-    def tasks_evicted(self) -> int: ...
-    @property
-    def tasks_loaded(self) -> int: ...
-
-class PeftCacheStats:
-    """
-    Counters of a manager since construction.
-    """
-    @property
-    def device(self) -> TierStats: ...
-    @property
-    def failed_loads(self) -> int: ...
-    @property
-    def host(self) -> TierStats: ...
-    @property
-    def source_bytes(self) -> int: ...
-    @property
-    def source_reads(self) -> int: ...
-    @property
-    def source_rereads(self) -> int: ...
 
 class PeftCacheManager:
     """

@@ -55,7 +55,8 @@ class AdapterInfo:
         name: How requests name it; of a retired generation the last name that stood for it.
         path: Where it was registered from.
         task_id: Its task in the caches.
-        generation: Digest of its content, in hexadecimal; None until the content was read.
+        generation: Digest of its content, in hexadecimal; None until `load`, `pin`, `reload` or
+            `cache_salt` asked for it: reading the weights for requests does not compute it.
         ranks: Module name to rank.
         scales: Module name to the factor of B A x.
         report: What became of its tensors and of its configuration.

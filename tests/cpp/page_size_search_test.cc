@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "pagedlora/errors.h"
+#include "thrown_by.h"
 
 namespace pagedlora {
 namespace {
@@ -123,7 +124,11 @@ TEST(PageSizeSearchFleetsTest, UtilisationIsPayloadOverPages) {
 TEST(PageSizeSearchFleetsTest, ABudgetWithoutRoomForPagesIsRefused) {
   const LoraModelConfig config({{"lm_head", -1, -1, 64, 128}}, Dtype::bfloat16, 8);
   EXPECT_THROW(search_layout_params(config, 0), InvalidArgumentError);
-  EXPECT_THROW(search_layout_params(config, 255), InvalidArgumentError);
+  const auto error =
+      testing_support::thrown_by<InvalidArgumentError>([&] { search_layout_params(config, 255); });
+  ASSERT_TRUE(error);
+  EXPECT_STREQ(error->what(),
+               "a tier of 255 bytes is too small for pages; give each at least 256 bytes");
   EXPECT_NO_THROW(search_layout_params(config, 256));
 }
 

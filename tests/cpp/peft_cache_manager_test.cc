@@ -339,6 +339,7 @@ TEST_F(PeftTest, EachEventIsCountedOnce) {
   const TaskId second = register_adapter(2);
   add(1, first);
   add(2, first);  // hit
+  add(2, first);  // an owner already: nothing happens
   ensure_and_close({1, 2});
   ensure_and_close({1});  // hit
   add(3, second);

@@ -58,11 +58,11 @@ def test_the_tiny_demo_shows_answers_and_cache_and_proves_them() -> None:
     assert not re.search("differs|MISMATCH|UNDECIDED|error", text)
     assert output.count("agrees") == 17
     assert len(re.findall(r"layers +re-read +0 ", output)) >= 12
-    for label in ("hits", "loads", "evictions", "re-reads"):
+    for label in ("hits", "loads", "of them again", "evictions"):
         rows = numbers_after(label, output)
         assert len(rows) == 2
         assert all(number > 0 for row in rows[1:] for number in row)
-    assert all(number > 0 for row in numbers_after("re-reads", output) for number in row)
+    assert all(number > 0 for row in numbers_after("of them again", output) for number in row)
     assert max(map(len, output.splitlines())) <= WIDTH
     shown = re.findall(r"^ +(?:base model|rank-\d+) +(\S.{20,})$", output, re.MULTILINE)[:9]
     assert len(set(shown)) == 9

@@ -52,16 +52,18 @@ def test_steps_add_up_to_what_was_asked(llm: LLM) -> None:
     assert llm.get_stats() == [], "each step is told once"
 
 
-def test_a_step_that_raised_is_none(llm: LLM) -> None:
+def test_a_step_that_raised_has_its_requests_as_failed(llm: LLM) -> None:
     def explode(*_: object) -> None:
         raise RuntimeError("boom")
 
     assert llm._parts is not None
     handle = llm._parts.loaded.model.register_forward_pre_hook(explode)
     with pytest.raises(RuntimeError, match="boom"):
-        llm.generate([[1]], GREEDY)
+        llm.generate([[1], [2]], GREEDY)
     handle.remove()
-    assert llm.get_stats() == []
+    (step,) = llm.get_stats()
+    assert (step["numFailedRequests"], step["numCompletedRequests"]) == (2, 0)
+    assert step["numActiveRequests"] == 0
 
 
 def test_states_are_counted() -> None:

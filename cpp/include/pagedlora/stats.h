@@ -6,8 +6,8 @@
 namespace pagedlora {
 
 struct TierStats {
-  std::uint64_t hits = 0;          // the task was resident when it was asked for
-  std::uint64_t misses = 0;        // it had to be brought in
+  std::uint64_t hits = 0;  // it was there, or on its way, when a request was added or a batch asked
+  std::uint64_t misses = 0;        // it was not: a load had to be started
   std::uint64_t tasks_loaded = 0;  // were brought in, for a miss or ahead of one
   std::uint64_t tasks_evicted = 0;
   std::uint64_t pages_evicted = 0;

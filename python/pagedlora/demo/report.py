@@ -79,9 +79,9 @@ def print_cache(console: Console, llm: LLM, fleet: Fleet, asked: Sequence[str]) 
     add("hits", *(counters.hits for _, counters, _ in tiers))
     add("misses", *(counters.misses for _, counters, _ in tiers))
     add("loads", *(counters.tasks_loaded for _, counters, _ in tiers))
-    add("evictions", *(counters.tasks_evicted for _, counters, _ in tiers))
     device_again = stats.device.tasks_loaded - len(asked)
-    add("re-reads", f"{stats.source_rereads:,} from file", f"{device_again:,} from host")
+    add("of them again", f"{stats.source_rereads:,} from file", f"{device_again:,}")
+    add("evictions", *(counters.tasks_evicted for _, counters, _ in tiers))
     console.print(table)
     console.print(
         "(Hits and misses are counted in host by request, on the device by adapter and step. What "

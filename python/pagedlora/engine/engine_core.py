@@ -186,9 +186,12 @@ class EngineCore:
 
     def abort_all(self, error: PagedLoraError) -> None:
         """Fails all live requests and takes back everything they held."""
+        live = list(self._live)
         self._live.abort_all(error)
         self._aborted.clear()
         self._is_idle = False
+        if self._stats is not None and live:
+            self._stats.record(SchedulerOutput(), (), live)
 
     def check_invariants(self) -> None:
         """Verifies the bookkeeping of the KV blocks; raises AssertionError."""
