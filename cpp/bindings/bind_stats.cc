@@ -32,8 +32,8 @@ std::string shown(const PeftCacheStats& stats) {
 void register_stats(py::module_& module) {
   py::class_<TierStats>(module, "TierStats", "Counters of one tier since construction.")
       .def_readonly("hits", &TierStats::hits,
-                    "It was there, or on its way, when a request was added (host) or a batch asked "
-                    "for it (device).")
+                    "There, or on its way, when a request was added (host) or a batch asked for it "
+                    "(device).")
       .def_readonly("misses", &TierStats::misses, "It was not: a load had to be started.")
       .def_readonly("tasks_loaded", &TierStats::tasks_loaded,
                     "Adapters brought in, for a miss or ahead of one.")

@@ -42,7 +42,8 @@ std::string too_large_message(const std::string& tier, std::size_t needed_pages,
                               std::size_t total_pages, std::size_t page_bytes) {
   return "the adapter can never fit the " + tier + " cache: " + count(needed_pages, "page") +
          " of " + count(page_bytes, "byte") + " needed, " + std::to_string(total_pages) +
-         " in all; raise " + size_option(tier) + " or use an adapter of lower rank";
+         " in all; raise " + size_option(tier) + " to " + count(needed_pages * page_bytes, "byte") +
+         " or somewhat more, or use an adapter of lower rank";
 }
 
 std::string format_message(const std::string& path, const std::string& tensor,

@@ -25,9 +25,11 @@ PagePool::PagePool(std::shared_ptr<Device> device, std::string tier, std::size_t
       page_bytes_(page_bytes),
       num_free_(num_pages) {
   if (num_pages == 0 || num_pages > std::numeric_limits<std::uint32_t>::max()) {
-    throw InvalidArgumentError("the " + tier + " tier would have " + std::to_string(num_pages) +
-                               " pages of " + std::to_string(page_bytes) +
-                               " bytes; 1 to 2^32 - 1 are possible");
+    throw InvalidArgumentError(
+        "the " + tier + " tier would have " + std::to_string(num_pages) + " pages of " +
+        std::to_string(page_bytes) +
+        " bytes; 1 to 2^32 - 1 are possible: " + (num_pages == 0 ? "raise " : "lower ") + tier +
+        "_cache_size, or give " + (num_pages == 0 ? "smaller" : "larger") + " pages");
   }
   for (std::size_t bits = num_pages; levels_.empty() || levels_.back().size() > 1;
        bits = levels_.back().size()) {

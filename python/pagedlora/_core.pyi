@@ -452,7 +452,7 @@ class TierStats:
     @property
     def hits(self) -> int:
         """
-        It was there, or on its way, when a request was added (host) or a batch asked for it (device).
+        There, or on its way, when a request was added (host) or a batch asked for it (device).
         """
     @property
     def load_seconds(self) -> float:

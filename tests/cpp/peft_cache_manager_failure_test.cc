@@ -86,6 +86,8 @@ TEST_F(PeftCapacityTest, O3_AnAdapterThatCanNeverFitIsTooLargeWhateverIsEvicted)
     EXPECT_EQ(error ? error->needed_pages : 0, 5U);
     EXPECT_EQ(error ? error->total_pages : 0, 4U);
     EXPECT_EQ(error ? error->page_bytes : 0, kPageBytes);
+    const std::string way_out = "_cache_size to " + std::to_string(5 * kPageBytes) + " bytes";
+    EXPECT_NE(std::string(error ? error->what() : "").find(way_out), std::string::npos);
     return error ? error->tier : "";
   };
   EXPECT_EQ(too_large(4, 8), "host");
