@@ -19,7 +19,6 @@ from pagedlora.errors import InvalidArgumentError, PagedLoraError
 
 app = typer.Typer(
     name="pagedlora",
-    help="Thousands of LoRA adapters over one base model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,6 +57,25 @@ def _errors_as_lines() -> Iterator[None]:
         for line in lines_of(error):
             typer.echo(f"error: {line}", err=True)
         raise typer.Exit(1) from None
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from pagedlora import _core
+        from pagedlora.doctor import own_version
+
+        typer.echo(f"pagedlora {own_version(_core)}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Thousands of LoRA adapters over one base model."""
 
 
 @app.command()
