@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 CACHE_BYTES = 1 << 30
 """Pages are those of a host tier of this size, the default."""
 _SHOWN_CHARS = 200
+_NAME_CHARS = 1000
 _FACTS = ("rank", "scale", "modules", "type", "on disk", "pages")
 _TIER_BYTES = 1 << 24
 _ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME)
@@ -130,8 +131,9 @@ def print_one(verdict: Verdict, options: ProbeOptions, console: Console) -> None
     """All about one adapter that loads. What files say is text, never markup."""
     report = verdict.report
     assert report is not None
-    name = verdict.path.resolve().name
-    console.print(Text.assemble((name, "bold"), f"  {report.path}"))
+    name = printable(verdict.path.resolve().name, _NAME_CHARS)
+    path = printable(report.path, _NAME_CHARS)
+    console.print(Text.assemble((name, "bold"), f"  {path}"))
     lines = [
         f"{report.parameters:,} parameters in {counted(report.num_tensors, 'tensor')} of "
         f"{_types(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
@@ -182,7 +184,7 @@ def print_many(
 
 
 def _name(verdict: Verdict, directory: Path) -> str:
-    return str(verdict.path.relative_to(directory))
+    return printable(str(verdict.path.relative_to(directory)), _NAME_CHARS)
 
 
 def _cells(verdict: Verdict) -> list[Text]:
@@ -210,7 +212,7 @@ def _span(values: Iterable[float]) -> str:
 def _modules_table(report: AdapterReport) -> Table:
     table = Table("module", "rank", "scale")
     for module, rank in report.ranks.items():
-        table.add_row(Text(module), str(rank), f"{report.scales[module]:g}")
+        table.add_row(Text(printable(module, _NAME_CHARS)), str(rank), f"{report.scales[module]:g}")
     return table
 
 

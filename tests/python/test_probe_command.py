@@ -136,6 +136,20 @@ def test_what_files_say_is_no_markup(tmp_path: Path) -> None:
         assert text in result.output
 
 
+def test_terminals_get_no_controls_of_files(tmp_path: Path) -> None:
+    name = "model.\x1b[31mq_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.ones(2, 3),
+        f"{name}.lora_B.weight": torch.ones(3, 2),
+    }
+    path = write_adapter(tmp_path / "\x1b[31mred", tensors, target_modules=[name])
+    for result in (probe(path), probe(tmp_path)):
+        assert result.exit_code == 0, result.output
+        assert "\\x1b[31mred" in result.output
+        assert "\x1b" not in result.output
+    assert "\\x1b[31mq_proj" in probe(path).output
+
+
 def test_nothing_there_is_an_error(tmp_path: Path, model: Path) -> None:
     result = probe(tmp_path / "none")
     assert result.exit_code == 1
