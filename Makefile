@@ -48,7 +48,7 @@ help: ## Show this list
 test: test-cpp test-python ## Build everything and run the C++ and the Python tests
 
 .PHONY: demo
-demo: $(VENV)/.stamp-package $(VENV)/.stamp-demo ## Serve several adapters over a small real model
+demo: $(VENV)/.stamp-package $(VENV)/.stamp-demo ## Serve 208 adapters over a small real model
 	$(BIN)/pagedlora demo
 
 # ---- tests -------------------------------------------------------------------------------------

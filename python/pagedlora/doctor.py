@@ -7,12 +7,13 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 
 from pagedlora.memory import available_memory_bytes, total_memory_bytes
 from pagedlora.sizes import format_size
 
-_PACKAGES = ("pagedlora", "torch", "transformers", "peft", "safetensors", "numpy", "pydantic")
+_PACKAGES = ("torch", "transformers", "peft", "safetensors", "numpy", "pydantic")
 _OPTIONAL = frozenset({"peft"})
 
 
@@ -32,17 +33,26 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Looks at versions, the machine and the native part; raises nothing."""
     report = Diagnosis()
-    report.sections["Versions"] = _versions(report.problems)
-    report.sections["Machine"] = _machine()
     native = _native_module(report.problems)
+    report.sections["Versions"] = _versions(native, report.problems)
+    report.sections["Machine"] = _machine()
     if native is not None:
         report.sections["Native part"] = {k: str(v) for k, v in native.build_info().items()}
         report.sections["GPU"] = _gpu(native.gpu_support())
     return report
 
 
-def _versions(problems: list[str]) -> dict[str, str]:
-    facts = {"python": platform.python_version()}
+def own_version(native: ModuleType | None) -> str:
+    """The version that is installed; of a source tree, which works as well, that of its build."""
+    try:
+        return importlib.metadata.version("pagedlora")
+    except importlib.metadata.PackageNotFoundError:
+        built = "not built" if native is None else native.build_info().get("version", "unknown")
+        return f"{built} (a source tree, not installed: {Path(__file__).parent})"
+
+
+def _versions(native: ModuleType | None, problems: list[str]) -> dict[str, str]:
+    facts = {"python": platform.python_version(), "pagedlora": own_version(native)}
     for package in _PACKAGES:
         try:
             facts[package] = importlib.metadata.version(package)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,10 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from pagedlora.errors import InvalidArgumentError
+from pagedlora.command_errors import said
+from pagedlora.errors import InvalidArgumentError, PagedLoraWarning
 from pagedlora.shown import quoted, shown
 
 if TYPE_CHECKING:
+    from pagedlora.config import LoraConfig, PeftCacheConfig
     from pagedlora.engine.llm import LLM
     from pagedlora.engine.request_stream import RequestStream
     from pagedlora.sampling_params import SamplingParams
@@ -65,6 +68,37 @@ def parse_adapters(pairs: Sequence[str]) -> dict[str, str]:
     return adapters
 
 
+def open_llm(
+    model: str, tokenizer: str | None, lora: LoraConfig, peft_cache: PeftCacheConfig
+) -> LLM:
+    """The model with its tokenizer, which is looked for before the weights are loaded.
+
+    Args:
+        model: A directory or a hub id.
+        tokenizer: Likewise; None: the one beside the model.
+        lora: Which adapters are accepted.
+        peft_cache: Memory for them.
+
+    Raises:
+        InvalidArgumentError: There is no tokenizer.
+        PagedLoraError: Model or tokenizer cannot be loaded, or the model cannot be run.
+    """
+    from pagedlora.engine.llm import LLM
+    from pagedlora.engine.pretrained import load_tokenizer, skeleton, to_source, tokenizer_beside
+
+    skeleton(model)
+    if tokenizer is not None:
+        found = load_tokenizer(to_source(tokenizer, "tokenizer"))
+    else:
+        found = tokenizer_beside(to_source(model, "model"))
+    if found is None:
+        raise InvalidArgumentError(
+            f"no tokenizer is beside the model {quoted(model)}: name one with --tokenizer, or save "
+            "it there with its save_pretrained()"
+        )
+    return LLM(model, found, lora_config=lora, peft_cache_config=peft_cache)
+
+
 def run(llm: LLM, job: Job, *, output: Console, progress: Console) -> int:
     """Answers everything and prints it in order.
 
@@ -72,7 +106,7 @@ def run(llm: LLM, job: Job, *, output: Console, progress: Console) -> int:
         llm: Has none of the adapters yet.
         job: What to answer.
         output: Gets the answers.
-        progress: Gets the bar, and errors.
+        progress: Gets the bar, warnings and errors.
 
     Returns:
         The exit status: 1 if a request failed.
@@ -80,8 +114,12 @@ def run(llm: LLM, job: Job, *, output: Console, progress: Console) -> int:
     Raises:
         PagedLoraError: An adapter cannot be used.
     """
-    for name, directory in job.adapters.items():
-        llm.load_lora(name, directory)
+    with warnings.catch_warnings(record=True) as ignored:
+        warnings.simplefilter("always", PagedLoraWarning)
+        for name, directory in job.adapters.items():
+            llm.load_lora(name, directory)
+    for warning in ignored:
+        progress.print(Text(f"warning: {warning.message}"))
     names: list[str | None] = [None] if job.base or not job.adapters else []
     names += job.adapters
     answers = [
@@ -112,7 +150,7 @@ def _collect(answers: Sequence[Answer], max_tokens: int, console: Console) -> No
                     answer.num_tokens += len(completion.token_ids)
                     progress.advance(task, len(completion.token_ids))
                 if item.error is not None:
-                    answer.error = str(item.error)
+                    answer.error = said(item.error)
             progress.advance(task, max_tokens - answer.num_tokens)  # it ended earlier
 
 

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pagedlora.adapter_info import AdapterReport, probe_adapter
+from pagedlora.command_errors import said
+from pagedlora.config import DEFAULT_MAX_LORA_RANK, PeftCacheConfig
 from pagedlora.errors import PagedLoraError
 from pagedlora.loaders.binding import check_rank
 from pagedlora.loaders.hf import WEIGHTS_NAME
 from pagedlora.loaders.nemo import NEMO_SUFFIX
 from pagedlora.loaders.peft_config import CONFIG_NAME
 from pagedlora.loaders.pickled import PICKLE_NAME
+from pagedlora.loaders.stored import DTYPES
+from pagedlora.model_config import ALL_LINEAR, LoraModelConfig
 from pagedlora.registry.lora_dir import directories_below
-from pagedlora.shown import counted
+from pagedlora.shown import counted, printable
 from pagedlora.sizes import format_size
 
 if TYPE_CHECKING:
@@ -31,6 +36,9 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 1 << 30
 """Pages are those of a host tier of this size, the default."""
+_SHOWN_CHARS = 200
+_NAME_CHARS = 1000
+_FACTS = ("rank", "scale", "modules", "type", "on disk", "pages")
 _TIER_BYTES = 1 << 24
 _ADAPTER_FILES = (CONFIG_NAME, WEIGHTS_NAME, PICKLE_NAME)
 
@@ -40,14 +48,16 @@ class ProbeOptions:
     """How to load.
 
     Attributes:
-        max_lora_rank: Largest rank that loads; None: any.
+        max_lora_rank: Largest rank that loads.
         strict: As in `LoraManager`.
         allow_pickle: As in `LoraManager`.
+        target_modules: Modules of the model that may carry LoRA.
     """
 
-    max_lora_rank: int | None = None
+    max_lora_rank: int = DEFAULT_MAX_LORA_RANK
     strict: bool = True
     allow_pickle: bool = False
+    target_modules: Sequence[str] = (ALL_LINEAR,)
 
 
 @dataclass(frozen=True)
@@ -101,75 +111,94 @@ def probe_all(
     if model is None:
         yield from reports.values()
         return
-    ranks = [max(each.report.ranks.values()) for each in reports.values() if each.report]
     with ExitStack() as closers:
-        manager, page_bytes = _manager(model, max(ranks, default=1), options, closers)
+        manager, page_bytes = _manager(model, options, closers)
         for path, verdict in reports.items():
             yield _fit(path, verdict, manager, page_bytes)
 
 
-def print_one(verdict: Verdict, console: Console) -> None:
+def what_was_judged(options: ProbeOptions, *, has_model: bool) -> str:
+    """What "would load" means: the limits that were asked for, and what was not looked at."""
+    fit = "" if has_model else "the fit to a model (--model), and "
+    return (
+        f"Judged with max_lora_rank {options.max_lora_rank} (--max-lora-rank). Not checked: {fit}"
+        "the values of weights, which are not read: any that is NaN or infinite is refused on "
+        "loading."
+    )
+
+
+def print_one(verdict: Verdict, options: ProbeOptions, console: Console) -> None:
     """All about one adapter that loads. What files say is text, never markup."""
     report = verdict.report
     assert report is not None
-    name = verdict.path.resolve().name
-    console.print(Text.assemble((name, "bold"), f"  {report.path}"))
+    name = printable(verdict.path.resolve().name, _NAME_CHARS)
+    path = printable(report.path, _NAME_CHARS)
+    console.print(Text.assemble((name, "bold"), f"  {path}"))
     lines = [
         f"{report.parameters:,} parameters in {counted(report.num_tensors, 'tensor')} of "
-        f"{', '.join(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
+        f"{_types(report.dtypes)}, {format_size(report.bytes_on_disk)} on disk",
         ", ".join(f"{field}={_short(value)}" for field, value in report.settings.items()),
     ]
     coverage = report.coverage
     if coverage is not None and report.bytes is not None:
         lines.append(
-            f"{counted(report.num_pages or 0, 'page')} of {verdict.page_bytes:,} bytes in a tier, "
-            f"{format_size(report.bytes)}"
+            f"{counted(report.num_pages or 0, 'page')} of {verdict.page_bytes:,} bytes, "
+            f"{format_size(report.bytes)}, with a host tier of {format_size(CACHE_BYTES)}"
         )
         lines += [f"{change} in {counted(count, 'module')}" for change, count in coverage.renamed]
-        lines += [f"{n} tensors of {old} are kept as {new}" for old, new, n in coverage.casts]
+        lines += [
+            f"{counted(n, 'tensor')} of {_types([old])} kept as {new}"
+            for old, new, n in coverage.casts
+        ]
         if coverage.missing:
-            lines.append(f"{coverage.missing} target modules have no tensors: as the base model")
-    lines += report.ignored
+            missing = counted(coverage.missing, "target module")
+            lines.append(f"no tensors for {missing}: there it answers as the base model")
+    lines += [*report.ignored, what_was_judged(options, has_model=coverage is not None)]
     for line in lines:
         console.print(line, highlight=False, markup=False)
     console.print(_modules_table(report))
 
 
-def print_many(directory: Path, verdicts: Iterable[Verdict], console: Console) -> int:
+def print_many(
+    directory: Path, verdicts: Sequence[Verdict], options: ProbeOptions, console: Console
+) -> int:
     """A table of adapters by their names below a directory, and why some are refused.
 
     Returns:
         How many are refused.
     """
-    table = Table("adapter", "would load", "rank", "scale", "modules", "type", "bytes", "pages")
-    refused: list[Verdict] = []
+    table = Table(Column("adapter", overflow="fold"), "would load", *_FACTS)
     for verdict in verdicts:
         table.add_row(Text(_name(verdict, directory)), *_cells(verdict))
-        if verdict.error is not None:
-            refused.append(verdict)
     console.print(table)
-    for verdict in refused:
-        reason = f"{_name(verdict, directory)} is refused: {verdict.error}"
+    page_bytes = max(verdict.page_bytes for verdict in verdicts)
+    if page_bytes:
+        tier = format_size(CACHE_BYTES)
+        console.print(f"Pages: {page_bytes:,} bytes, with a host tier of {tier}.", highlight=False)
+    console.print(what_was_judged(options, has_model=page_bytes > 0), highlight=False)
+    refused = [(verdict, verdict.error) for verdict in verdicts if verdict.error is not None]
+    for verdict, error in refused:
+        reason = f"{_name(verdict, directory)} is refused: {said(error)}"
         console.print(reason, highlight=False, markup=False)
     return len(refused)
 
 
 def _name(verdict: Verdict, directory: Path) -> str:
-    return str(verdict.path.relative_to(directory))
+    return printable(str(verdict.path.relative_to(directory)), _NAME_CHARS)
 
 
 def _cells(verdict: Verdict) -> list[Text]:
     report = verdict.report
     would_load = Text("yes") if verdict.error is None else Text("no", "bold red")
     if report is None:
-        return [would_load, *[Text("") for _ in range(6)]]
+        return [would_load, *[Text("") for _ in _FACTS]]
     ranks, scales = report.ranks.values(), report.scales.values()
     return [
         would_load,
         Text(_span(ranks)),
         Text(_span(scales)),
         Text(str(len(ranks))),
-        Text(", ".join(report.dtypes)),
+        Text(_types(report.dtypes)),
         Text(format_size(report.bytes_on_disk)),
         Text("" if report.num_pages is None else str(report.num_pages)),
     ]
@@ -183,13 +212,25 @@ def _span(values: Iterable[float]) -> str:
 def _modules_table(report: AdapterReport) -> Table:
     table = Table("module", "rank", "scale")
     for module, rank in report.ranks.items():
-        table.add_row(Text(module), str(rank), f"{report.scales[module]:g}")
+        table.add_row(Text(printable(module, _NAME_CHARS)), str(rank), f"{report.scales[module]:g}")
     return table
 
 
+def _types(stored: Iterable[str]) -> str:
+    """Names of types as everything but safetensors has them."""
+    return ", ".join(DTYPES[name].name for name in stored)
+
+
 def _short(value: object) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f"{text:.200}"
+    """A value of bounded length; of many names the first ones, whole, and how many there are."""
+    if not isinstance(value, tuple):
+        return printable(str(value), _SHOWN_CHARS)
+    names = [printable(str(name), _SHOWN_CHARS // 2) for name in value]
+    ends = itertools.accumulate(len(name) + len(", ") for name in names)
+    num_shown = sum(end <= _SHOWN_CHARS for end in ends)
+    if num_shown < len(names):
+        names[num_shown:] = [f"… ({len(names)} in all)"]
+    return ", ".join(names)
 
 
 def _is_adapter(path: Path) -> bool:
@@ -198,38 +239,36 @@ def _is_adapter(path: Path) -> bool:
 
 
 def _report(path: Path, options: ProbeOptions) -> Verdict:
+    report = None
     try:
         report = probe_adapter(path, strict=options.strict, allow_pickle=options.allow_pickle)
-        if options.max_lora_rank is not None:
-            check_rank(max(report.ranks.values()), options.max_lora_rank, str(path))
+        check_rank(max(report.ranks.values()), options.max_lora_rank, str(path))
     except PagedLoraError as error:
-        return Verdict(path, error=error)
+        return Verdict(path, report, error=error)
     return Verdict(path, report)
 
 
 def _fit(path: Path, verdict: Verdict, manager: LoraManager, page_bytes: int) -> Verdict:
-    if verdict.report is None:
-        return verdict
+    if verdict.error is not None:
+        return replace(verdict, page_bytes=page_bytes)
     try:
         return Verdict(path, manager.probe(path), page_bytes)
     except PagedLoraError as error:
-        return Verdict(path, verdict.report, error=error)
+        return Verdict(path, verdict.report, page_bytes, error)
 
 
 def _manager(
-    model: nn.Module, max_rank: int, options: ProbeOptions, closers: ExitStack
+    model: nn.Module, options: ProbeOptions, closers: ExitStack
 ) -> tuple[LoraManager, int]:
     """A manager over tiers that need only exist, with the pages of ones of the usual size."""
     from pagedlora import _core
     from pagedlora.base_weights import SizesOnly
-    from pagedlora.config import PeftCacheConfig
     from pagedlora.loaders.fused_modules import fused_modules_of
     from pagedlora.lora_manager import LoraManager
-    from pagedlora.model_config import LoraModelConfig
     from pagedlora.peft_cache import PeftCacheManager
 
     config = LoraModelConfig.from_module(
-        model, "all-linear", max_lora_rank=options.max_lora_rank or max_rank
+        model, options.target_modules, max_lora_rank=options.max_lora_rank
     )
     params = _core.search_layout_params(config, CACHE_BYTES)
     tier_bytes = max(_TIER_BYTES, params.page_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object
 def test_help_lists_the_commands() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
+    assert "Thousands of LoRA adapters over one base model." in result.output
     for command in ("doctor", "probe", "demo", "generate"):
         assert command in result.output
 
@@ -63,6 +65,34 @@ def test_the_diagnosis_names_what_is_not_installed(monkeypatch: pytest.MonkeyPat
     assert report.sections["Versions"]["no-such-package"] == "not installed"
     assert "available of" in report.sections["Machine"]["memory"]
     assert int(report.sections["Machine"]["CPUs usable"]) >= 1
+
+
+@pytest.fixture
+def source_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is installed under the name of the package."""
+    real = importlib.metadata.version
+
+    def version(package: str) -> str:
+        if package == "pagedlora":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.usefixtures("source_tree")
+def test_a_source_tree_that_is_built_is_no_problem() -> None:
+    report = doctor.diagnose()
+    assert not report.problems
+    shown = report.sections["Versions"]["pagedlora"]
+    assert shown.startswith(f"{_core.build_info()['version']} (a source tree, not installed: ")
+    assert runner.invoke(app, ["--version"]).output == f"pagedlora {shown}\n"
+
+
+def test_the_version_is_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.2.3")
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, "pagedlora 1.2.3\n")
 
 
 NO_GPU = {"num_devices": 0, "driver_version": 0, "runtime_version": 13000}

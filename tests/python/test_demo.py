@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from tests.support.saved_models import save_model_with_tokenizer
 
 pytest.importorskip("pagedlora._core", reason="the native part is not built")
 
@@ -194,8 +195,30 @@ def test_trained_adapters_that_are_nowhere_are_said_with_the_way_out(no_checkout
     with pytest.raises(DemoError, match=r"examples/adapters here or above.*--adapters DIR.*--tiny"):
         find_trained_adapters(None)
     make_adapter_directories(no_checkout / "few", 3)
-    with pytest.raises(DemoError, match="few"):
+    with pytest.raises(DemoError, match=r"few has 3 adapters, .* and the demo needs 8") as error:
         find_trained_adapters(no_checkout / "few")
+    assert "--adapters DIR" not in str(error.value)
+
+
+def test_a_model_that_was_given_is_not_called_the_default_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_model_with_tokenizer(tmp_path / "model")
+    make_adapter_directories(tmp_path / "adapters", 8)
+    monkeypatch.setattr(smollm2_scenario, "_write_generated", lambda *_: {})
+    monkeypatch.setattr(smollm2_scenario, "fetch_smollm2", lambda **_: tmp_path / "model")
+    titles = [
+        smollm2_scenario.smollm2_scenario(
+            tmp_path,
+            Console(file=io.StringIO()),
+            model=model,
+            adapters=tmp_path / "adapters",
+            seed=0,
+        ).title
+        for model in (tmp_path / "model", None)
+    ]
+    assert re.fullmatch(rf"{tmp_path}/model \((bfloat16|float32)\)", titles[0])
+    assert titles[1].startswith("SmolLM2-135M-Instruct (")
 
 
 def test_generated_adapters_are_distinct_and_reproducible(tmp_path: Path) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from tests.support.adapters import write_random_adapter
+import torch
+from tests.support.adapters import (
+    WEIGHTS_FILE,
+    adapter_tensors,
+    write_adapter,
+    write_random_adapter,
+)
 from tests.support.saved_models import save_model_with_tokenizer
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from pagedlora import LLM, LoraModelConfig, SamplingParams
+from pagedlora import LLM, LoraModelConfig, SamplingParams, command_errors
 from pagedlora.cli import app
 
 
@@ -65,7 +73,10 @@ def test_prompts_come_from_a_file_or_standard_input(home: Path, tmp_path: Path) 
         (["--prompt", "x", "--adapter", "one"], "NAME=DIRECTORY"),
         (["--prompt", "x", "--adapter", "a=/b", "--adapter", "a=/c"], "given twice"),
         (["--prompt", "x", "--adapter", "a=/nowhere/at/all"], "/nowhere/at/all"),
-        (["--prompt", "x", "--device-cache-size", "much"], "much"),
+        (
+            ["--prompt", "x", "--device-cache-size", "much"],
+            "error: --device-cache-size: size 'much'",
+        ),
         (["--prompt", "x" * 5000], "error:"),
     ],
 )
@@ -74,6 +85,69 @@ def test_what_is_wrong_is_said_in_a_line(home: Path, arguments: list[str], messa
     assert result.exit_code == 1
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def with_adapter(home: Path, path: Path, *arguments: str) -> Result:
+    return generate(home, "--prompt", "x", f"--adapter=a={path}", *arguments)
+
+
+def test_the_way_out_of_a_refusal_is_named_as_an_option_and_works(
+    home: Path, tmp_path: Path
+) -> None:
+    config = LoraModelConfig.from_module(save_model_with_tokenizer(tmp_path / "model"))
+    high = write_random_adapter(tmp_path / "high", config, rank=65, seed=1)
+    odd = write_random_adapter(tmp_path / "odd", config, rank=2, seed=1, a_field_of_tomorrow=1)
+    tensors = adapter_tensors(config.modules, 2, seed=1)
+    pickled = write_adapter(tmp_path / "pickled", tensors)
+    (pickled / WEIGHTS_FILE).unlink()
+    torch.save(tensors, pickled / "adapter_model.bin")
+    for path, library, option in (
+        (high, "raise max_lora_rank", ["--max-lora-rank", "65"]),
+        (odd, "strict=False", ["--no-strict"]),
+        (pickled, "allow_pickle=True", ["--allow-pickle"]),
+    ):
+        refused = with_adapter(home, path)
+        assert refused.exit_code == 1
+        assert library in refused.stderr
+        assert f"(here: {option[0]})" in refused.stderr
+        result = with_adapter(home, path, *option)
+        assert result.exit_code == 0, result.output
+    told = with_adapter(home, odd, "--no-strict").stderr
+    assert re.search("^warning: adapter .*: ignored a_field_of_tomorrow=1", told, re.MULTILINE)
+
+
+def test_the_output_embedding_is_a_target_where_it_is_named(home: Path, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    config = LoraModelConfig.from_module(model, ["all-linear", "lm_head"])
+    path = write_random_adapter(tmp_path / "a", config, rank=2, seed=1)
+    assert "(here: --target)" in with_adapter(home, path).stderr
+    result = with_adapter(home, path, "--target", "all-linear", "--target", "lm_head")
+    assert result.exit_code == 0, result.output
+
+
+def test_an_error_of_a_request_names_the_option_too(home: Path) -> None:
+    config = LoraModelConfig.from_module(AutoModelForCausalLM.from_pretrained(home / "model"))
+    path = write_random_adapter(home / "large", config, rank=64, seed=1)
+    result = with_adapter(home, path, "--device-cache-size", "8KiB")
+    assert result.exit_code == 1
+    assert "(here: --device-cache-size)" in " ".join(result.stderr.split())
+
+
+def test_without_a_tokenizer_it_is_said_what_can_be_done_here(home: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(home / "model").save_pretrained(tmp_path / "bare")
+    command = ["generate", str(tmp_path / "bare"), "--prompt", "x", "--max-tokens", "2"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert f"no tokenizer is beside the model '{tmp_path / 'bare'}'" in refused.stderr
+    assert "--tokenizer" in refused.stderr
+    result = CliRunner().invoke(app, [*command, "--tokenizer", str(home / "model")])
+    assert result.exit_code == 0, result.output
+    assert "base model  x" in result.stdout
+
+
+def test_every_option_that_errors_name_exists() -> None:
+    words = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output.split()
+    assert set(command_errors._OPTIONS.values()) <= set(words)
 
 
 def test_a_model_that_is_none_is_said_in_a_line(tmp_path: Path) -> None:

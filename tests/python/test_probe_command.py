@@ -57,7 +57,7 @@ def test_one_adapter_is_shown_with_its_modules_and_settings(tmp_path: Path) -> N
     result = probe(path)
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"mine  {path}")
-    assert "384 parameters in 4 tensors of F32" in result.output
+    assert "384 parameters in 4 tensors of float32" in result.output
     assert (
         "r=3, lora_alpha=16.0, target_modules=q_proj, alpha_pattern={'q_proj': 9.0}"
         in result.output
@@ -72,17 +72,37 @@ def test_with_a_model_its_pages_renames_and_casts_are_shown(tmp_path: Path, mode
     result = probe(path, "--model", model)
     assert result.exit_code == 0, result.output
     cache = PeftCacheManager(
-        LoraModelConfig.from_module(build_tiny_model("llama"), max_lora_rank=2),
+        CONFIG,
         PeftCacheConfig(device_cache_size=2**26),
     )
     info = LoraManager(cache.model_config, cache).register("a", path)
     assert info.num_pages == 1
-    pages = f"1 page of {cache.page_bytes:,} bytes in a tier"
+    page = f"{cache.page_bytes:,} bytes, {format_size(cache.page_bytes)}"
     cache.close()
-    assert pages in result.output
+    assert f"1 page of {page}, with a host tier of 1 GiB" in result.output
     assert "module. taken away in 3 modules" in result.output
-    assert "6 tensors of BF16 are kept as float32" in result.output
-    assert "target modules have no tensors" in result.output
+    assert "6 tensors of bfloat16 kept as float32" in result.output
+    assert "no tensors for 3 target modules: there it answers as the base model" in result.output
+    assert "Not checked: the values of weights, which are not read" in result.output
+
+
+def test_one_of_a_kind_is_counted_as_one(tmp_path: Path, model: Path) -> None:
+    tensors = adapter_tensors(CONFIG.modules[1:], 2, seed=1)
+    name = next(iter(tensors))
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    result = probe(write_adapter(tmp_path, tensors), "--model", model)
+    assert result.exit_code == 0, result.output
+    assert "no tensors for 1 target module:" in result.output
+    assert "1 tensor of bfloat16 kept as float32" in result.output
+
+
+def test_of_many_names_the_first_are_shown_whole_and_their_number(tmp_path: Path) -> None:
+    names = [module.name for module in CONFIG.modules]
+    tensors = adapter_tensors(CONFIG.modules, 2, seed=1)
+    path = write_adapter(tmp_path, tensors, target_modules=names)
+    output = probe(path).output
+    [line] = [line for line in output.splitlines() if "target_modules=" in line]
+    assert line.endswith(f"target_modules={', '.join(names[:6])}, … (14 in all)")
 
 
 def test_one_that_is_refused_is_an_error_in_one_line(tmp_path: Path) -> None:
@@ -114,6 +134,20 @@ def test_what_files_say_is_no_markup(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for text in (path.name, name, "ignored rank_pattern['[/red]']"):
         assert text in result.output
+
+
+def test_terminals_get_no_controls_of_files(tmp_path: Path) -> None:
+    name = "model.\x1b[31mq_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.ones(2, 3),
+        f"{name}.lora_B.weight": torch.ones(3, 2),
+    }
+    path = write_adapter(tmp_path / "\x1b[31mred", tensors, target_modules=[name])
+    for result in (probe(path), probe(tmp_path)):
+        assert result.exit_code == 0, result.output
+        assert "\\x1b[31mred" in result.output
+        assert "\x1b" not in result.output
+    assert "\\x1b[31mq_proj" in probe(path).output
 
 
 def test_nothing_there_is_an_error(tmp_path: Path, model: Path) -> None:
@@ -158,12 +192,52 @@ def test_archives_are_adapters_too(tmp_path: Path, model: Path) -> None:
     write_random_adapter(tmp_path / "b", CONFIG, rank=2, seed=1)
     refused = probe(path)
     assert refused.exit_code == 1
-    assert "allow_pickle=True" in refused.output
+    assert "allow_pickle=True (here: --allow-pickle)" in refused.output
     for arguments in ((), ("--model", model)):
         assert "layers.1.attn_qkv" in probe(path, "--allow-pickle", *arguments).output
         both = probe(tmp_path, "--allow-pickle", *arguments)
         assert both.exit_code == 0, both.output
         assert row_of(both, "a.nemo")[:5] == ["a.nemo", "yes", "2", "1", "2"]
+
+
+def test_the_largest_rank_is_that_of_other_commands_and_is_said(
+    tmp_path: Path, model: Path
+) -> None:
+    """What `LoraConfig` would refuse by default would not load here either."""
+    write_random_adapter(tmp_path / "high", CONFIG, rank=65, seed=1)
+    write_random_adapter(tmp_path / "low", CONFIG, rank=64, seed=1)
+    for arguments in ((), ("--model", model)):
+        result = probe(tmp_path, *arguments)
+        assert result.exit_code == 1
+        assert row_of(result, "high")[:3] == ["high", "no", "65"]
+        assert row_of(result, "low")[:3] == ["low", "yes", "64"]
+        assert "Judged with max_lora_rank 64 (--max-lora-rank)." in result.output
+        assert "raise max_lora_rank to serve" in result.output
+        assert result.output.rstrip().endswith("(here: --max-lora-rank)")
+        raised = probe(tmp_path, "--max-lora-rank", 65, *arguments)
+        assert raised.exit_code == 0, raised.output
+        assert "Judged with max_lora_rank 65" in raised.output
+
+
+def test_targets_are_those_that_the_model_is_served_with(tmp_path: Path, model: Path) -> None:
+    path = write_random_adapter(tmp_path, CONFIG, rank=2, seed=1, targets=["q_proj", "v_proj"])
+    refused = probe(path, "--model", model, "--target", "q_proj")
+    assert refused.exit_code == 1
+    assert "(here: --target)" in refused.output
+    both = probe(path, "--model", model, "--target", "q_proj", "--target", "v_proj")
+    assert both.exit_code == 0, both.output
+    wrong = probe(path, "--model", model, "--target", "nowhere")
+    assert wrong.exit_code == 1
+    assert wrong.output.startswith("error: target_modules ['nowhere'] match no linear module")
+
+
+def test_help_breaks_no_line_within_a_sentence() -> None:
+    lines = [line.strip() for line in probe("--help").output.splitlines()]
+    for start, end in (
+        ("Those below a directory", "shown, too."),
+        ("Exits with", "there are none."),
+    ):
+        assert any(line.startswith(start) and line.endswith(end) for line in lines)
 
 
 # ---- a directory of adapters -------------------------------------------------------------------
@@ -176,15 +250,22 @@ def test_a_directory_of_adapters_is_a_table(tmp_path: Path, model: Path) -> None
     (tmp_path / "a file").write_text("x")
     result = probe(tmp_path)
     assert result.exit_code == 0, result.output
-    assert row_of(result, "a")[:6] == ["a", "yes", "2", "8", "2", "F32"]
+    assert row_of(result, "a")[:6] == ["a", "yes", "2", "8", "2", "float32"]
     size = (tmp_path / "a" / WEIGHTS_FILE).stat().st_size
     assert row_of(result, "a")[6] == format_size(size)
-    assert row_of(result, "b")[:6] == ["b", "yes", "8", "2", str(len(CONFIG.modules)), "F16"]
+    assert row_of(result, "b")[:6] == ["b", "yes", "8", "2", str(len(CONFIG.modules)), "float16"]
     assert result.output.index(" a ") < result.output.index(" b ")
     assert "no adapter" not in result.output
     with_model = probe(tmp_path, "--model", model)
     assert with_model.exit_code == 0, with_model.output
     assert [int(row_of(with_model, name)[7]) > 0 for name in "ab"] == [True, True]
+    cache = PeftCacheManager(CONFIG, PeftCacheConfig(device_cache_size=2**26))
+    pages = f"Pages: {cache.page_bytes:,} bytes, with a host tier of 1 GiB."
+    cache.close()
+    assert pages in with_model.output
+    assert "Pages:" not in result.output
+    assert "Not checked: the fit to a model (--model), and the values" in result.output
+    assert "Not checked: the values" in with_model.output
 
 
 def test_adapters_below_are_found_as_lora_dir_finds_them_under_its_names(tmp_path: Path) -> None:

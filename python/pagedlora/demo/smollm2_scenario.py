@@ -17,6 +17,7 @@ from pagedlora.demo.generated_adapters import FLEET_SHAPES, write_adapters
 from pagedlora.demo.scenario import DemoError, Scenario, Workload
 from pagedlora.demo.smollm2 import DEMO_PROMPT, MODEL_NAME, fetch_smollm2
 from pagedlora.model_config import LoraModelConfig
+from pagedlora.shown import counted
 from pagedlora.sizes import format_size
 
 NUM_TRAINED = 8
@@ -68,9 +69,11 @@ def smollm2_scenario(
     config = LoraModelConfig.from_hf_config(AutoConfig.from_pretrained(directory))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     dtype = quick_dtype()
-
+    type_name = str(dtype).removeprefix("torch.")
     return Scenario(
-        title=f"{MODEL_NAME} ({str(dtype).removeprefix('torch.')}, dequantised from Q4_1)",
+        title=f"{MODEL_NAME} ({type_name}, dequantised from Q4_1)"
+        if model is None
+        else f"{model} ({type_name})",
         load_model=lambda dtype: _load_model(directory, dtype),
         dtype=dtype,
         encode=lambda question: _chat_tokens(tokenizer, question),
@@ -162,11 +165,16 @@ def find_trained_adapters(given: Path | None) -> dict[str, Path]:
         found = {path.parent.name: path.parent for path in place.glob("*/adapter_config.json")}
         if len(found) == NUM_TRAINED:
             return dict(sorted(found.items()))
+    if given is not None:
+        raise DemoError(
+            f"{given} has {counted(len(found), 'adapter')}, each a directory with an "
+            f"adapter_config.json, and the demo needs {NUM_TRAINED}: leave --adapters out in a "
+            "checkout of pagedlora, which has them, or try --tiny, which needs none"
+        )
     raise DemoError(
-        f"the {NUM_TRAINED} trained adapters are not in "
-        f"{given if given is not None else f'{_ADAPTERS_PLACE} here or above'}: run this in a "
-        "checkout of pagedlora, name their directory with --adapters DIR, or try --tiny, which "
-        "needs neither files nor network"
+        f"the {NUM_TRAINED} trained adapters are not in {_ADAPTERS_PLACE} here or above: run this "
+        "in a checkout of pagedlora, name their directory with --adapters DIR, or try --tiny, "
+        "which needs neither files nor network"
     )
 
 
