@@ -63,6 +63,7 @@ TEST_F(SharedLoadFailureTest, WithoutMemoryALoadHasFewerHelpersOrFailsAsAWhole) 
   bool has_failed = true;
   for (int number = 0; has_failed; ++number) {
     SCOPED_TRACE("allocation " + std::to_string(number));
+    host_.poison();
     use_workers(kReaders);  // whose threads are begun anew
     const auto readers = number_readers();
     readers->gates[0].close();
@@ -110,6 +111,7 @@ TEST_F(SharedLoadFailureTest, AHelperWhoseThreadCannotStartIsHadByTheNextLoad) {
     EXPECT_TRUE(is_right(host_));
     first_adapter.source->gate.open();
     EXPECT_EQ(end_of_all(first), nullptr);
+    ASSERT_FALSE(HasFailure());
   }
 }
 
