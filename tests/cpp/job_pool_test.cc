@@ -121,6 +121,31 @@ TEST_F(JobPoolTest, AJobGivenToStoppedWorkersFailsAtOnce) {
   EXPECT_TRUE(job->is_over());
 }
 
+TEST_F(JobPoolTest, AJobThatIsWorthNothingLaterIsTakenAtOnceOrNotAtAll) {
+  make_pool(2);
+  const auto try_to_submit = [this](const JobPtr& job) {
+    return locked([&] { return pool_->try_submit(job); });
+  };
+  for (int i = 0; i < 2; ++i) {
+    blocked_.push_back(std::make_shared<TestJob>());
+    blocked_.back()->gate.close();
+    EXPECT_TRUE(try_to_submit(blocked_.back())) << "there is room for a thread";
+  }
+  const JobPtr refused = std::make_shared<TestJob>();
+  EXPECT_FALSE(try_to_submit(refused));
+  EXPECT_EQ(refused.use_count(), 1) << "the pool does not know it";
+  EXPECT_EQ(ask(&JobPool::num_idle), 0U);
+  let_go(blocked_.front());
+  EXPECT_TRUE(comes_true([&] { return ask(&JobPool::num_idle) == 1; }));
+  const JobPtr taken = start_blocked();
+  EXPECT_FALSE(try_to_submit(refused));
+  let_go(taken);
+  EXPECT_TRUE(try_to_submit(refused)) << "by a thread that is idle";
+  EXPECT_TRUE(succeeds(refused));
+  locked([&] { pool_->stop(std::make_exception_ptr(Stop("the end"))); });
+  EXPECT_FALSE(try_to_submit(std::make_shared<TestJob>()));
+}
+
 TEST_F(JobPoolTest, WhatAJobDoesWithPagesIsOverWhenTheJobIsGone) {
   auto job = std::make_shared<TestJob>();
   const std::shared_ptr<const PageUse> use = job->use();

@@ -63,6 +63,9 @@ class Pages {
     return std::ranges::all_of(*arena_, [](std::byte byte) { return byte == kPoison; });
   }
 
+  // Whether pages of the same layout and the same order hold the same bytes.
+  bool hold_the_same_as(const Pages& others) const { return *arena_ == *others.arena_; }
+
   // The last bytes of each page alone, which takes so little time that a write under way comes later.
   void poison_tails() {
     for_each_tail([](std::span<std::byte> tail) { std::ranges::fill(tail, kPoison); });
@@ -98,6 +101,10 @@ class LoadFixture : public ::testing::Test {
   void use_adapter(std::int64_t in, std::int64_t out, std::uint32_t rank) {
     config_ = float32_model({{in, out}});
     adapter_ = make_adapter(*config_, {rank}, 1);
+    lay_out(in);
+  }
+  // Of the plan in adapter_: new pages, each for a part of so many inputs.
+  void lay_out(std::int64_t in) {
     const std::size_t part_bytes = kMaxBlockRanks * sizeof(float) * static_cast<std::size_t>(in);
     layout_ = std::make_shared<const Layout>(
         *config_, adapter_.plan->row_shapes(),

@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "load_fixture.h"
 #include "random_seeds.h"
+#include "shared_load_fixture.h"
 
 namespace pagedlora::internal {
 namespace {
@@ -21,59 +21,7 @@ namespace {
 using testing_support::FakeSource;
 using testing_support::holds;
 using testing_support::num_steps;
-
-constexpr std::size_t kReaders = WriteGates::kNumGates;
-
-class SharedLoadTest : public testing_support::LoadFixture {
- protected:
-  SharedLoadTest() {
-    renew_adapter();
-    use_workers(kReaders);
-  }
-  ~SharedLoadTest() override {
-    adapter_.source->gate.open();
-    wait_for_helpers();
-  }
-
-  static constexpr std::size_t kManyChunks = 32;  // 4 pieces
-
-  void renew_adapter() { use_adapter(2048, 2048, 32); }
-  std::shared_ptr<SourceLoad> make_shared_load() {
-    return make_load(host_.target(), std::nullopt, {workers_, helpers_});
-  }
-  void use_workers(std::size_t number, std::size_t chunk_bytes = kChunkBytes) {
-    workers_ = std::make_shared<JobPool>(
-        board_, clock_, JobPool::Options{number, 1, chunk_bytes, std::chrono::seconds(10)});
-    helpers_ = std::make_shared<JobPool>(
-        board_, clock_, JobPool::Options{kReaders - 1, 0, chunk_bytes, std::chrono::seconds(10)});
-  }
-  void start(const std::shared_ptr<Job>& job) {
-    locked([&] { workers_->submit(job); });
-  }
-  // Starts it and waits until so many reads, of less than a piece, were let pass and all readers
-  // stand before the next.
-  std::shared_ptr<SourceLoad> start_up_to_read(std::size_t number) {
-    const auto load = make_shared_load();
-    adapter_.source->gate.close();
-    let_read(0, number);
-    start(load);
-    adapter_.source->gate.wait_for_begun(number + kReaders);
-    return load;
-  }
-  void wait_for_helpers() {
-    std::unique_lock lock(board_->mutex);
-    EXPECT_TRUE(board_->changed.wait_for(lock, std::chrono::seconds(60),
-                                         [&] { return helpers_->num_idle() == kReaders - 1; }));
-  }
-  std::exception_ptr end_of_all(const std::shared_ptr<Job>& load) {
-    const std::exception_ptr error = end_of(load);
-    wait_for_helpers();
-    return error;
-  }
-
-  std::shared_ptr<JobPool> workers_;
-  std::shared_ptr<JobPool> helpers_;
-};
+using testing_support::SharedLoadTest;
 
 TEST_F(SharedLoadTest, FillsThePagesAsOneReaderDoes) {
   const std::uint64_t checksum_alone = run(make_load(host_.target()));
@@ -278,30 +226,6 @@ TEST_F(SharedLoadTest, AHelperThatComesLateReadsNothing) {
   EXPECT_EQ(adapter_.source->opens, 1);
 }
 
-TEST(SharedLoadsOfAManagerTest, ALargeAdapterIsReadByMoreThanOneThread) {
-  if (num_load_helpers(PeftCacheOptions{}.num_put_workers) == 0) {
-    GTEST_SKIP() << "one core: nobody to help";
-  }
-  const auto config = testing_support::float32_model({{8192, 8192}});
-  const testing_support::TestAdapter adapter = testing_support::make_adapter(*config, {64}, 1);
-  PeftCacheOptions options;
-  options.host_cache_bytes = options.device_cache_bytes = 8U << 20;
-  PeftCacheManager manager(config, options, make_host_device(), eviction_policy_factory("lru"));
-  const TaskId task = manager.register_task(adapter.plan);
-  adapter.source->gate.close();
-  manager.add_request_peft(RequestId{1}, task);
-  adapter.source->gate.wait_for_begun(2);
-  EXPECT_EQ(adapter.source->live_readers, 2);
-  adapter.source->gate.open();
-  manager.ensure_batch(std::array{RequestId{1}}, false, nullptr)->close();
-  for (const Tier tier : {Tier::host, Tier::device}) {
-    manager.read_task(task, tier, [&](const TaskPages& pages, const AdapterPlan& /*plan*/) {
-      EXPECT_TRUE(testing_support::holds_adapter(pages, *config, adapter));
-    });
-  }
-  manager.check_invariants();
-}
-
 class SharedReadingTest : public testing_support::LoadFixture {
  protected:
   SharedReadingTest() { use_adapter(2048, 2048, 32); }
@@ -320,10 +244,11 @@ TEST_F(SharedReadingTest, ReportsTheFirstPieceThatFailedWhoeverWasFaster) {
   }
   reading.end(2, error("the third"));
   EXPECT_EQ(reading.take(), std::nullopt) << "nothing more is read";
-  EXPECT_FALSE(reading.wait_for_taken(std::chrono::milliseconds(0)));
+  reading.stop_waiting();
+  EXPECT_FALSE(reading.wait_for_taken());
   reading.end(0, ScatterPlan::Outcome{});
   reading.end(1, error("the second"));
-  EXPECT_TRUE(reading.wait_for_taken(std::chrono::milliseconds(0)));
+  EXPECT_TRUE(reading.wait_for_taken());
   try {
     reading.outcome();
     ADD_FAILURE() << "nothing was thrown";

@@ -71,6 +71,24 @@ void JobPool::submit(std::shared_ptr<Job> job) {
   state.work.notify_one();
 }
 
+bool JobPool::try_submit(const std::shared_ptr<Job>& job) {
+  State& state = *state_;
+  if (state.stopping) {
+    return false;
+  }
+  state.workers.reserve(state.options.num_workers);
+  JobList node{job};
+  const bool has_thread =
+      num_idle_threads() > state.queue.size() ||
+      (state.workers.size() < state.options.num_workers && start_worker() == nullptr);
+  if (!has_thread) {
+    return false;
+  }
+  state.queue.splice(state.queue.end(), node);
+  state.work.notify_one();
+  return true;
+}
+
 // Stuck workers make place for others, as many as may be out at once: also those that had to keep
 // their place until others came back.
 void JobPool::start_missing_workers() {
@@ -83,25 +101,30 @@ void JobPool::start_missing_workers() {
     ++state.num_abandoned;
     return true;
   });
-  const auto idle = static_cast<std::size_t>(std::ranges::count_if(
-      state.workers, [](const auto& worker) { return worker->job == nullptr; }));
   const std::size_t room = state.options.num_workers - state.workers.size();
-  const std::size_t jobs = state.queue.size() - std::min(idle, state.queue.size());
+  const std::size_t jobs = state.queue.size() - std::min(num_idle_threads(), state.queue.size());
   for (std::size_t i = std::min(room, jobs); i > 0; --i) {
-    start_worker();
+    const std::exception_ptr error = start_worker();
+    if (error != nullptr && are_all_stuck()) {
+      fail_queue(error);
+    }  // else the others take the jobs
   }
 }
 
-// Without threads or memory for another worker the others, if any, take the jobs.
-void JobPool::start_worker() noexcept {
+std::size_t JobPool::num_idle_threads() const {
+  return static_cast<std::size_t>(std::ranges::count_if(
+      state_->workers, [](const auto& worker) { return worker->job == nullptr; }));
+}
+
+// Its error, for want of threads or memory, or none.
+std::exception_ptr JobPool::start_worker() noexcept {
   try {
     auto worker = std::make_shared<Worker>();
     std::thread([state = state_, worker] { work(state, worker); }).detach();
     state_->workers.push_back(std::move(worker));  // there is room
+    return nullptr;
   } catch (...) {
-    if (state_->workers.empty()) {
-      fail_queue(std::current_exception());
-    }
+    return std::current_exception();
   }
 }
 
@@ -177,11 +200,15 @@ void JobPool::expire() {
   fail_queue_if_all_are_stuck();
 }
 
+// Nobody would take a job: nor if there are none.
+bool JobPool::are_all_stuck() const {
+  return std::ranges::all_of(state_->workers, [](const auto& worker) { return is_stuck(*worker); });
+}
+
 void JobPool::fail_queue_if_all_are_stuck() {
   State& state = *state_;
   const bool has_room = state.workers.size() < state.options.num_workers;
-  if (has_room || state.queue.empty() ||
-      !std::ranges::all_of(state.workers, [](const auto& worker) { return is_stuck(*worker); })) {
+  if (has_room || state.queue.empty() || !are_all_stuck()) {
     return;
   }
   fail_queue(std::make_exception_ptr(AdapterLoadTimeout(

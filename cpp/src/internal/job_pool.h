@@ -105,6 +105,10 @@ class JobPool {
   // knows nothing of the job then.
   void submit(std::shared_ptr<Job> job);
 
+  // The same for a job that is worth nothing later: false, and the pool knows nothing of it, if there
+  // is no thread that takes it at once.
+  bool try_submit(const std::shared_ptr<Job>& job);
+
   // With the lock: how many jobs more would be run at once.
   std::size_t num_idle() const;
 
@@ -143,9 +147,11 @@ class JobPool {
   static void work(const std::shared_ptr<State>& state, const std::shared_ptr<Worker>& worker);
   static void finish(State& state, JobList& from, std::exception_ptr error);
   static bool is_stuck(const Worker& worker);
-  void start_worker() noexcept;
+  std::size_t num_idle_threads() const;
+  std::exception_ptr start_worker() noexcept;
   void start_missing_workers();
   void fail_queue(const std::exception_ptr& error);
+  bool are_all_stuck() const;
   void fail_queue_if_all_are_stuck();
 
   const ProcessMark process_;

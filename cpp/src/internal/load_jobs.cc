@@ -99,6 +99,9 @@ void SourceLoad::drop_device() noexcept {
 void SourceLoad::stop() noexcept {
   const WriteGates::All closed = gates_.close();
   Job::stop();
+  if (reading_ != nullptr) {
+    reading_->stop_waiting();
+  }
 }
 
 // However run() ends, helpers that come later find nothing to do.
@@ -123,7 +126,9 @@ void SourceLoad::run(std::span<std::byte> scratch) {
   const HelpEnds help_ends(*this);
   call_helpers(reading->pieces().size());
   read_pieces(*reading, *reader, scratch, 0);
-  wait_for_helpers(*reading);
+  if (!reading->wait_for_taken()) {
+    throw JobStopped();
+  }
   outcome_ = reading->outcome();
   fill_skipped_chunks(*reading, *reader, scratch);
   reader->finish();
@@ -152,7 +157,7 @@ void SourceLoad::end_help() noexcept {
 }
 
 // The load gets on without them: one that cannot be had, for want of memory or threads, is not
-// missed.
+// missed, and the next load asks for it again.
 void SourceLoad::call_helpers(std::size_t num_pieces) noexcept {
   if (num_pieces < 2) {
     return;
@@ -169,10 +174,12 @@ void SourceLoad::call_helpers(std::size_t num_pieces) noexcept {
     if (workers == nullptr || helpers == nullptr) {
       return;
     }
-    const std::size_t last_gate = std::min(
-        {num_pieces - 1, WriteGates::kNumGates - 1, workers->num_idle(), helpers->num_idle()});
+    const std::size_t last_gate =
+        std::min({num_pieces - 1, WriteGates::kNumGates - 1, workers->num_idle()});
     for (std::size_t gate = 1; gate <= last_gate; ++gate) {
-      helpers->submit(std::make_shared<LoadHelper>(shared_board(), self, gate));
+      if (!helpers->try_submit(std::make_shared<LoadHelper>(shared_board(), self, gate))) {
+        return;
+      }
     }
   } catch (...) {
     return;
@@ -205,14 +212,6 @@ void SourceLoad::read_pieces(SharedReading& reading, SourceReader& reader,
       reading.end(*piece, outcome);
     } catch (...) {
       reading.end(*piece, std::current_exception());
-    }
-  }
-}
-
-void SourceLoad::wait_for_helpers(SharedReading& reading) const {
-  while (!reading.wait_for_taken(kLookAgain)) {
-    if (is_stopped()) {
-      throw JobStopped();
     }
   }
 }

@@ -121,7 +121,6 @@ class SourceLoad final : public FillJob {
   void call_helpers(std::size_t num_pieces) noexcept;
   void read_pieces(SharedReading& reading, SourceReader& reader, std::span<std::byte> scratch,
                    std::size_t gate);
-  void wait_for_helpers(SharedReading& reading) const;
   void fill_skipped_chunks(const SharedReading& reading, SourceReader& reader,
                            std::span<std::byte> scratch);
 

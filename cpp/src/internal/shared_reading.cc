@@ -47,9 +47,16 @@ void SharedReading::end(std::size_t piece, Ended ended) {
   changed_.notify_all();
 }
 
-bool SharedReading::wait_for_taken(std::chrono::milliseconds patience) {
+bool SharedReading::wait_for_taken() {
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, patience, [&] { return num_ended_ == num_taken_; });
+  changed_.wait(lock, [&] { return num_ended_ == num_taken_ || stops_waiting_; });
+  return num_ended_ == num_taken_;
+}
+
+void SharedReading::stop_waiting() noexcept {
+  const std::scoped_lock lock(mutex_);
+  stops_waiting_ = true;
+  changed_.notify_all();
 }
 
 ScatterPlan::Outcome SharedReading::outcome() const {

@@ -10,7 +10,6 @@
 // Thread-safe.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -49,8 +48,9 @@ class SharedReading {
   void end(std::size_t piece, const ScatterPlan::Outcome& outcome);
   void end(std::size_t piece, std::exception_ptr error);
 
-  // Whether every piece that was taken has ended, for which it waits a while.
-  bool wait_for_taken(std::chrono::milliseconds patience);
+  // Waits until every piece that was taken has ended: true, or until it is told to stop.
+  bool wait_for_taken();
+  void stop_waiting() noexcept;
 
   // Of all pieces, once they have ended. Throws the error of the first that failed.
   ScatterPlan::Outcome outcome() const;
@@ -76,6 +76,7 @@ class SharedReading {
   std::size_t num_taken_ = 0;
   std::size_t num_ended_ = 0;
   bool has_failed_ = false;
+  bool stops_waiting_ = false;
 };
 
 }  // namespace pagedlora::internal
