@@ -24,6 +24,7 @@ from pagedlora.errors import (
 )
 from pagedlora.loaders.peft_fields import PEFT_FIELDS, says_nothing, starts_at_zero
 from pagedlora.loaders.peft_values import FieldReader, format_error, shorten
+from pagedlora.loaders.wrong_place import why_missing
 from pagedlora.paths import is_possible_path
 from pagedlora.shown import quoted
 
@@ -179,11 +180,7 @@ def _read_json(path: Path, root: _core.AdapterRoot | None) -> Mapping[str, Any]:
     try:
         content = _read_regular_file(path, root)
     except AdapterNotFoundError:
-        raise AdapterNotFoundError(
-            f"there is no {CONFIG_NAME} in {quoted(str(path.parent))}: give the directory that "
-            "PEFT's save_pretrained wrote",
-            name=str(path),
-        ) from None
+        raise AdapterNotFoundError(why_missing(path, root), name=str(path)) from None
     return fields_of(content, str(path))
 
 
