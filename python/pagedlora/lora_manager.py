@@ -131,7 +131,7 @@ class LoraManager:
             base_weights, strict=strict, allow_pickle=allow_pickle, check_values=check_values
         )
         self._sources = Sources(adapter_root, lora_dir)
-        table = ModuleTable(model_config, fused_modules)
+        table = ModuleTable(model_config, fused_modules, base_weights)
         self._base_identity = base_identity(table, base_model_id)
         self._cache = cache_manager
         self._lock = ProcessLock("this LoraManager")
