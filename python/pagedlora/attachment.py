@@ -18,7 +18,7 @@ from pagedlora.engine import lora_hooks
 from pagedlora.engine.devices import current_stream
 from pagedlora.engine.gpu_lora import GpuLoraSizes
 from pagedlora.engine.lora_hooks import LoraHooks
-from pagedlora.errors import InvalidArgumentError, UnsupportedModelError
+from pagedlora.errors import InvalidArgumentError, PagedLoraError, UnsupportedModelError
 from pagedlora.requests import LlmRequest
 from pagedlora.shown import counted, quoted, shown
 
@@ -118,9 +118,11 @@ class Attachment:
             AdapterNotFoundError: A name is not registered.
             LoraCacheFullError: The adapters do not fit beside those that others use now.
             InvalidArgumentError: A name is no string, a block is open, or this is detached. Within
-                the block, by the module's call: gradients are on, or another thread calls.
-            UnsupportedModelError: A module gets an input of another first dimension; or, at the
-                end, one that an adapter changes was not called, so that the answer lacks it.
+                the block, by the module's call: the batch has another number of rows, gradients are
+                on, or another thread calls.
+            UnsupportedModelError: A module gets an input of another first dimension than those
+                before it; or, at the end, one that an adapter changes was not called, so that the
+                answer lacks it.
             PagedLoraError: An adapter cannot be read; all rows of the block go unanswered.
         """
         names = _check_names(names)
@@ -278,12 +280,24 @@ class _Block:
                 "where the adapters are"
             )
         if rows.dim() == 0 or rows.shape[0] != self._num_rows:
-            raise UnsupportedModelError(
-                f"module {quoted(name)} was called with an input of shape {tuple(rows.shape)} "
-                f"where rows() names {counted(self._num_rows, 'row')}: its first dimension must "
-                "be the batch, or it cannot be told which adapter each row uses. Name one "
-                "adapter per row of the batch, or leave the module out of the target modules"
+            raise self._rows_error(name, tuple(rows.shape))
+
+    def _rows_error(self, name: str, shape: tuple[int, ...]) -> PagedLoraError:
+        """Whose fault an input of another first dimension is: other modules tell."""
+        problem = (
+            f"module {quoted(name)} was called with an input of shape {shape} where rows() names "
+            f"{counted(self._num_rows, 'row')}"
+        )
+        if self.called and name not in self.called:
+            return UnsupportedModelError(
+                f"{problem}, as many as modules before it had: its first dimension is not the "
+                "batch, so it cannot be told which adapter each row uses. Leave the module out of "
+                "the target modules"
             )
+        return InvalidArgumentError(
+            f"{problem}: name one adapter per row of the batch. If there is one, the module's "
+            "first dimension is not the batch: leave the module out of the target modules"
+        )
 
 
 class _BeforeModule:

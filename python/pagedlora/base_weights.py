@@ -51,6 +51,11 @@ class ModelWeights:
         """Keeps the model, not copies of its weights."""
         self._model = model
 
+    @property
+    def module_names(self) -> list[str]:
+        """Names of all modules."""
+        return [name for name, _ in self._model.named_modules()]
+
     def __call__(self, module_name: str) -> torch.Tensor:
         """As `BaseWeights`."""
         from torch import nn

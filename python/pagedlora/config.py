@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pagedlora.errors import InvalidArgumentError
 from pagedlora.paths import to_path
@@ -33,6 +33,14 @@ def _positive_size(value: object) -> int:
     return size
 
 
+def _fraction(value: float) -> float:
+    if not 0 < value <= 1:
+        raise InvalidArgumentError(
+            f"{value:g} is no fraction of the free memory, over 0 and up to 1: 0.02 is 2 %"
+        )
+    return value
+
+
 def _path(value: object) -> str:
     return to_path(value, "the path")
 
@@ -55,6 +63,7 @@ def _target_modules(value: object) -> object:
 
 _Size: TypeAlias = Annotated[int, BeforeValidator(_positive_size), Field(le=_MAX_SIZE_BYTES)]
 _SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(parse_size), Field(le=_MAX_SIZE_BYTES)]
+_Fraction: TypeAlias = Annotated[float, AfterValidator(_fraction)]
 _Path: TypeAlias = Annotated[str, BeforeValidator(_path)]
 _TargetModules: TypeAlias = Annotated[
     list[str] | Literal["all-linear"], BeforeValidator(_target_modules)
@@ -115,9 +124,10 @@ class PeftCacheConfig(_Config):
     Attributes:
         host_cache_size: Budget of the host tier in bytes; never exceeded.
         device_cache_size: Budget of the device tier in bytes; excludes `device_cache_percent`.
-        device_cache_percent: Budget of the device tier as a fraction (0.02 is 2 %) of the memory
-            free at construction. None: 0.02, unless `device_cache_size` is given. Not for ranks of
-            a tensor parallel group: what is free differs between them.
+        device_cache_percent: Budget of the device tier as a fraction of the memory free at
+            construction, for all its name: 0.02 is 2 %, and 1 is all of it. None: 0.02, unless
+            `device_cache_size` is given. Not for ranks of a tensor parallel group: what is free
+            differs between them.
         max_lora_rank: Largest rank of any adapter; None follows `LoraConfig`.
         dtype: Type in which adapters are kept; "auto" is the model's.
         page_size: Bytes of a page; "auto" searches the size that wastes least for the model,
@@ -147,7 +157,7 @@ class PeftCacheConfig(_Config):
 
     host_cache_size: _Size = 2**30
     device_cache_size: _Size | None = None
-    device_cache_percent: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    device_cache_percent: _Fraction | None = None
     max_lora_rank: _Count | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     page_size: Literal["auto"] | _Size = "auto"

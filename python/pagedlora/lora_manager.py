@@ -131,7 +131,7 @@ class LoraManager:
             base_weights, strict=strict, allow_pickle=allow_pickle, check_values=check_values
         )
         self._sources = Sources(adapter_root, lora_dir)
-        table = ModuleTable(model_config, fused_modules)
+        table = ModuleTable(model_config, fused_modules, base_weights)
         self._base_identity = base_identity(table, base_model_id)
         self._cache = cache_manager
         self._lock = ProcessLock("this LoraManager")
@@ -294,7 +294,7 @@ class LoraManager:
         """
         deadline = Deadline(timeout_s)
         with self._lock:
-            entry = self._names.require(name)
+            entry = self._names.require(name, for_change=True)
             entry.is_unloading = True
             try:
                 while users := self._names.users(entry, Owners(self._cache)):
@@ -338,7 +338,7 @@ class LoraManager:
         """
         self._listed.register(name)
         with self._lock:
-            entry = self._names.require(name)
+            entry = self._names.require(name, for_change=True)
         place = self._sources.place(source, _called(name))
         self._reloader.reload(entry, place, expected_generation, self._listed.files_of(name, place))
         return self.get(name)
@@ -364,7 +364,7 @@ class LoraManager:
             InvalidArgumentError: The name is not pinned.
         """
         with self._lock:
-            entry = self._names.get(name)
+            entry = self._names.get(name, for_change=True)
             if entry.pins == 0:
                 raise InvalidArgumentError(f"adapter {quoted(name)} is not pinned")
             entry.pins -= 1

@@ -61,15 +61,30 @@ def shapes(make_setup: Callable[..., Setup], tmp_path: Path) -> Setup:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 8), (6, 8), (4, 3, 8), (8,), (1, 3, 8)])
-def test_an_input_of_another_first_dimension_is_refused(
-    shapes: Setup, shape: tuple[int, ...]
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_batch_of_another_number_of_rows_is_refused(
+    shapes: Setup, shape: tuple[int, ...], is_later: bool
 ) -> None:
-    with (
-        torch.inference_mode(),
-        pytest.raises(UnsupportedModelError, match="3 rows"),
-        shapes.attached.rows(["a", None, "b"]),
-    ):
-        shapes.module(torch.ones(shape))
+    def run() -> None:
+        with torch.inference_mode(), shapes.attached.rows(["a", None, "b"]):
+            if is_later:
+                shapes.module(torch.ones(3, 8))
+            shapes.module(torch.ones(shape))
+
+    with pytest.raises(InvalidArgumentError, match=r"'proj' .* 3 rows: name one adapter per row"):
+        run()
+
+
+def test_a_module_whose_first_dimension_is_not_the_batch_is_refused(shapes: Setup) -> None:
+    """As an expert's is, which gets some tokens of all rows."""
+
+    def run() -> None:
+        with torch.inference_mode(), shapes.attached.rows(["a", None, "b"]):
+            x = shapes.module.proj(torch.ones(3, 2, 8))
+            shapes.module.other(x.reshape(6, 8))
+
+    with pytest.raises(UnsupportedModelError, match=r"'other' .*\(6, 8\) .* 3 rows, as many as"):
+        run()
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (3, 1, 8), (3, 5, 8), (3, 2, 2, 8), (3, 0, 8)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,73 @@ from pagedlora import (
 
 def test_a_missing_directory(small_cache: Cache, tmp_path: Path) -> None:
     error = refuse(small_cache, tmp_path / "none", AdapterNotFoundError)
-    assert str(tmp_path / "none") in str(error)
+    assert f"'{tmp_path / 'none'}' does not exist: give the directory" in str(error)
 
 
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_missing_file(small_cache: Cache, tmp_path: Path, file: str) -> None:
     directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
     (directory / file).unlink()
-    assert file in str(refuse(small_cache, directory, AdapterNotFoundError))
+    error = refuse(small_cache, directory, AdapterNotFoundError)
+    assert f"there is no {file} in '{directory}': give " in str(error)
 
 
 def test_a_file_instead_of_a_directory(small_cache: Cache, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"")
-    refuse(small_cache, tmp_path / "a", AdapterNotFoundError)
+    error = refuse(small_cache, tmp_path / "a", AdapterNotFoundError)
+    assert f"'{tmp_path / 'a'}' is a file: give the directory" in str(error)
+
+
+def test_a_file_of_an_adapter_instead_of_its_directory(small_cache: Cache, tmp_path: Path) -> None:
+    directory = write_adapter(tmp_path / "a", good_tensors(small_cache))
+    error = refuse(small_cache, directory / WEIGHTS_FILE, AdapterNotFoundError)
+    assert f"is a file: give its directory, '{directory}'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([100], "but in 'checkpoint-100' below it: give one"),
+        ([1000, 900, 2000, 800], "'checkpoint-800', 'checkpoint-900', 'checkpoint-1000' and 1 oth"),
+    ],
+)
+def test_a_directory_of_checkpoints(
+    small_cache: Cache, tmp_path: Path, steps: list[int], words: str
+) -> None:
+    for step in steps:
+        write_adapter(tmp_path / "run" / f"checkpoint-{step}", good_tensors(small_cache))
+    (tmp_path / "run" / "logs").mkdir()
+    assert words in str(refuse(small_cache, tmp_path / "run", AdapterNotFoundError))
+
+
+def test_a_directory_of_very_many_files_is_looked_at_in_part(
+    small_cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    scandir = os.scandir
+
+    def take(entry: os.DirEntry[str]) -> os.DirEntry[str]:
+        taken.append(entry.name)
+        return entry
+
+    @contextmanager
+    def watched(path: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(path) as entries:
+            yield map(take, entries)
+
+    (tmp_path / "run").mkdir()
+    for number in range(1000):
+        (tmp_path / "run" / str(number)).write_bytes(b"")
+    monkeypatch.setattr(os, "scandir", watched)
+    refuse(small_cache, tmp_path / "run", AdapterNotFoundError)
+    assert 0 < len(taken) < 500
+
+
+def test_a_model_instead_of_an_adapter(small_cache: Cache, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    error = refuse(small_cache, tmp_path / "model", AdapterNotFoundError)
+    assert "which has a model's config.json" in str(error)
 
 
 def test_a_path_with_a_zero_byte(small_cache: Cache, tmp_path: Path) -> None:
@@ -76,7 +131,19 @@ def test_only_a_pickle(small_cache: Cache, tmp_path: Path) -> None:
     (directory / WEIGHTS_FILE).rename(directory / "adapter_model.bin")
     error = refuse(small_cache, directory, UnsupportedAdapterError)
     assert error.field == "adapter_model.bin"
+    assert str(error).startswith(f"'{directory}' has its weights in adapter_model.bin")
     assert "safetensors" in str(error)
+
+
+def test_whole_modules_that_the_file_lacks(small_cache: Cache, tmp_path: Path) -> None:
+    directory = write_adapter(
+        tmp_path / "a", good_tensors(small_cache), modules_to_save=["lm_head"]
+    )
+    error = refuse(small_cache, directory, UnsupportedAdapterError)
+    assert str(error).endswith(
+        "has no such tensors: if these modules were not trained, remove "
+        "modules_to_save from the configuration"
+    )
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8, 100, 0.5, -1])

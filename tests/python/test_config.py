@@ -48,6 +48,23 @@ def test_unknown_fields_are_refused_by_name(config_class: type[BaseModel]) -> No
         config_class(policy_of_nobody=1)
 
 
+@pytest.mark.parametrize("value", [2, 2.5, 100.0, 1.001, 0, -0.02, float("inf"), float("nan")])
+def test_a_percentage_is_told_that_a_fraction_is_needed(value: float) -> None:
+    with pytest.raises(ValidationError, match=f"{value:g} is no fraction .* up to 1: 0.02 is 2 %"):
+        PeftCacheConfig(device_cache_percent=value)
+
+
+@pytest.mark.parametrize("value", [1e-9, 0.02, 1.0, 1])
+def test_fractions_up_to_all_of_the_memory_are_taken(value: float) -> None:
+    assert PeftCacheConfig(device_cache_percent=value).device_cache_percent == value
+
+
+@pytest.mark.parametrize("value", [True, "0.02", 10**5000], ids=["flag", "text", "endless"])
+def test_what_is_no_number_is_no_fraction(value: Any) -> None:
+    with pytest.raises(ValidationError, match="device_cache_percent"):
+        PeftCacheConfig(device_cache_percent=value)
+
+
 @pytest.mark.parametrize("config_class", ALL)
 def test_configurations_are_immutable(config_class: type[BaseModel]) -> None:
     config = config_class()

@@ -459,7 +459,7 @@ def test_fields_are_refused_as_those_of_a_file(small_cache: Cache) -> None:
     whole = {**tensors, "base_model.model.lm_head.weight": torch.ones(3, 4)}
     config = adapter_config(tensors, modules_to_save=["lm_head"])
     error = refuse(small_cache, config, whole, UnsupportedAdapterError)
-    assert re.search(r"'tensors of adapter 'mine'' has 1 such tensors of 48 bytes", str(error))
+    assert re.search(r"'tensors of adapter 'mine'' has 1 such tensor of 48 bytes", str(error))
 
 
 def test_without_room_for_the_copy_nothing_is_registered(

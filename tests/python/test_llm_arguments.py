@@ -119,6 +119,7 @@ BROKEN: dict[str, tuple[type[PagedLoraError], Callable[[Path, Path], object]]] =
     "a file": (ModelLoadError, lambda good, new: good / "config.json"),
     "no json": (ModelLoadError, lambda good, new: _write(new, "{")),
     "no weights": (ModelLoadError, lambda good, new: _write(new, '{"model_type": "llama"}')),
+    "an empty directory": (ModelLoadError, lambda good, new: new.mkdir() or new),
     "no configuration": (UnsupportedModelError, lambda good, new: _write(new, "{}")),
     "unknown type": (UnsupportedModelError, lambda good, new: _write(new, '{"model_type": "x"}')),
     "cut weights": (ModelLoadError, lambda good, new: _changed(good, new, cut=True)),

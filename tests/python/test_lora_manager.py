@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from torch import nn
 from pagedlora import (
     AdapterNotFoundError,
     InvalidArgumentError,
+    LlmRequest,
     LoraManager,
     LoraModelConfig,
     probe_adapter,
@@ -204,6 +206,48 @@ def test_an_unknown_name_is_an_error_and_never_the_base_model(
 
 
 # ---- what PEFT writes --------------------------------------------------------------------------
+
+
+CHANGES: dict[str, Callable[[LoraManager, str, Path], object]] = {
+    "unload": lambda manager, name, path: manager.unload(name),
+    "reload": lambda manager, name, path: manager.reload(name, path),
+    "unpin": lambda manager, name, path: manager.unpin(name),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([], "0 others are"),
+        (["x\ny"], r"1 other is: 'x\\ny'"),
+        (["legal", "team/spam", "sales"], "3 others are: 'team/spam', 'legal', 'sales'"),
+        (
+            [*(f"tenant-{i}" for i in range(20)), "Xteam/spam", "team/spom"],
+            "22 others are, such as 'team/spom', 'Xteam/spam', 'tenant-0'",
+        ),
+    ],
+    ids=["none", "one", "three", "many"],
+)
+def test_changing_an_unknown_name_tells_the_closest_ones(
+    small_cache: Cache,
+    tmp_path: Path,
+    change: Callable[[LoraManager, str, Path], object],
+    names: list[str],
+    words: str,
+) -> None:
+    directory = write_random_adapter(tmp_path, small_cache.config, rank=1, seed=1)
+    for name in names:
+        small_cache.adapters.register(name, directory)
+    with pytest.raises(AdapterNotFoundError, match=f"'team/spma' is registered; {words}$"):
+        change(small_cache.adapters, "team/spma", directory)
+
+
+def test_a_request_is_not_told_the_names_of_others(small_cache: Cache, tmp_path: Path) -> None:
+    register_adapters(small_cache, tmp_path, "somebody's")
+    with pytest.raises(AdapterNotFoundError, match=r"1 other is\. Register it") as refused:
+        small_cache.adapters.acquire("nobody", LlmRequest(1))
+    assert "somebody" not in str(refused.value)
 
 
 def save_with_peft(directory: Path, seed: int = 0, **fields: Any) -> nn.Module:

@@ -153,7 +153,9 @@ def test_terminals_get_no_controls_of_files(tmp_path: Path) -> None:
 def test_nothing_there_is_an_error(tmp_path: Path, model: Path) -> None:
     result = probe(tmp_path / "none")
     assert result.exit_code == 1
-    assert result.output.startswith("error: there is no adapter_config.json")
+    assert result.output.startswith(
+        f"error: '{tmp_path / 'none'}' does not exist: give the directory"
+    )
     for name in ("empty", "no adapter/at all"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "no adapter" / "README.md").touch()

@@ -16,8 +16,11 @@ from torch import nn
 
 from pagedlora.arguments import check_type
 from pagedlora.errors import InvalidArgumentError, ModelLoadError, UnsupportedModelError
+from pagedlora.loaders.peft_config import CONFIG_NAME as ADAPTER_CONFIG_NAME
+from pagedlora.loaders.peft_config import read_base_model
 from pagedlora.shown import counted, printable, quoted, shown
 
+_CONFIG_NAME = "config.json"
 _SHOWN_WEIGHTS = 3
 _SHOWN_REASON = 400
 _TOKENIZER_FILES = (
@@ -68,15 +71,16 @@ def load_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
     """
     from transformers import AutoModelForCausalLM
 
+    _check_directory(source)
     with _loading(source, "model"):
         model, info = AutoModelForCausalLM.from_pretrained(
             source, dtype="auto" if dtype is None else dtype, output_loading_info=True
         )
+    if getattr(model, "_hf_peft_config_loaded", False):  # with the adapter put into it
+        raise _adapter_error(source)
     missing = sorted(info["missing_keys"])
     if missing:  # transformers draws them at random, and says so in its log only
-        names = ", ".join(quoted(name) for name in missing[:_SHOWN_WEIGHTS])
-        names += ", ..." if len(missing) > _SHOWN_WEIGHTS else ""
-        raise _error(source, "model", f"its files lack {counted(len(missing), 'weight')}: {names}")
+        raise _missing_error(source, model, missing)
     loaded: nn.Module = model
     return loaded
 
@@ -94,6 +98,7 @@ def skeleton(model: str | os.PathLike[str]) -> nn.Module:
     from transformers import AutoConfig
 
     source = to_source(model, "model")
+    _check_directory(source)
     with _loading(source, "model"):
         config = AutoConfig.from_pretrained(source)
     return skeleton_of(config, source)
@@ -149,11 +154,47 @@ def _loading(source: str, what: str) -> Iterator[None]:
             raise UnsupportedModelError(
                 f"model {quoted(source)} cannot be loaded: {printable(reason, _SHOWN_REASON)}"
             ) from error
-        raise _error(source, what, reason) from error
+        raise _error(source, what, reason.rstrip(".")) from error
+
+
+def _check_directory(source: str) -> None:
+    """Refuses a directory without a model's configuration, before a hub is asked for one."""
+    if not os.path.isdir(source) or os.path.exists(os.path.join(source, _CONFIG_NAME)):
+        return
+    if os.path.exists(os.path.join(source, ADAPTER_CONFIG_NAME)):
+        raise _adapter_error(source)
+    raise _error(source, "model", f"there is no {_CONFIG_NAME} in it")
+
+
+def _adapter_error(source: str) -> ModelLoadError:
+    base = read_base_model(source)
+    return ModelLoadError(
+        f"model {quoted(source)} cannot be loaded: it is an adapter, it has {ADAPTER_CONFIG_NAME}; "
+        f"give a directory or hub id of its base model{f', {quoted(base)},' if base else ''} and "
+        "the adapter to load_lora()",
+        source=source,
+    )
+
+
+def _missing_error(source: str, model: Any, missing: list[str]) -> ModelLoadError:
+    """Names the weights, and what the files are of if that is another kind of model."""
+    first = ", ".join(quoted(name) for name in missing[:_SHOWN_WEIGHTS])
+    rest = len(missing) - _SHOWN_WEIGHTS
+    more = f" and {rest} more" if rest > 0 else ""
+    lack = f"lack {counted(len(missing), 'weight')}: {first}{more}"
+    saved, needed = getattr(model.config, "architectures", None) or [], type(model).__name__
+    if saved and needed not in saved:
+        return ModelLoadError(
+            f"model {quoted(source)} cannot be loaded: its {_CONFIG_NAME} says that it is a "
+            f"{printable(str(saved[0]))}, and as a causal language model, {needed}, its files "
+            f"{lack}; give a causal language model, or put adapters into that one with attach()",
+            source=source,
+        )
+    return _error(source, "model", f"its files {lack}")
 
 
 def _error(source: str, what: str, reason: str) -> ModelLoadError:
-    why = printable(reason, _SHOWN_REASON).rstrip(".")
+    why = printable(reason, _SHOWN_REASON)
     return ModelLoadError(
         f"{what} {quoted(source)} cannot be loaded: {why}; give a directory that "
         "save_pretrained() wrote, or the id of a model on the Hugging Face hub",

@@ -11,6 +11,7 @@ from pagedlora.errors import UnsupportedAdapterError
 from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.coverage import CoverageReport, counted
 from pagedlora.loaders.fused_modules import Part, renamed
+from pagedlora.loaders.misfits import MisfitError, missing_module
 from pagedlora.loaders.module_table import ModuleSizes, ModuleTable
 from pagedlora.loaders.rows import AdapterModule, AdapterTensors
 from pagedlora.loaders.shards import local_modules
@@ -87,7 +88,11 @@ def bind(adapter: AdapterTensors, table: ModuleTable, path: str) -> BoundAdapter
     changes: list[str] = []
     base_copies: dict[str, StoredTensor] = {}
     for file_name, module in adapter.modules.items():
-        for bound in _bind_module(file_name, module, table, path, changes):
+        try:
+            parts = _bind_module(file_name, module, table, path, changes)
+        except MisfitError as misfit:
+            raise misfit.named(path, adapter.base_model) from None
+        for bound in parts:
             if bound.label in modules:
                 raise tensor_error(
                     path, module.pair.a.name, f"is a second one for module '{bound.label}'"
@@ -248,12 +253,7 @@ def _bind_module(
     if any(parts.values()):
         changes.append(f"cut into {', '.join(parts)}")
         return _bind_cut(file_name, parts, module, table, path)
-    raise tensor_error(
-        path,
-        module.pair.a.name,
-        f"belongs to module {quoted(file_name)}, which the model does not have or which is not "
-        "among its LoRA target modules",
-    )
+    raise missing_module(file_name, module.raw, module.pair.a, table, path)
 
 
 def _bind_whole(name: str, module: AdapterModule, table: ModuleTable, path: str) -> BoundModule:
@@ -330,8 +330,8 @@ def _check_pair(
     pair: MatrixPair, in_features: int, out_features: int, table: ModuleTable, path: str
 ) -> None:
     check_rank(pair.rank, table.max_lora_rank, path)
-    _check_shape(pair.a, [pair.rank, in_features], path)
-    _check_shape(pair.b, [out_features, pair.rank], path)
+    _check_shape(pair.a, [pair.rank, in_features])
+    _check_shape(pair.b, [out_features, pair.rank])
 
 
 def _check_vocabulary(name: str, module: AdapterModule, sizes: ModuleSizes, path: str) -> None:
@@ -378,9 +378,9 @@ def _check_base_copies(copies: Mapping[str, StoredTensor], table: ModuleTable, p
             )
 
 
-def _check_shape(tensor: StoredTensor, needed: list[int], path: str) -> None:
+def _check_shape(tensor: StoredTensor, needed: list[int]) -> None:
     if tensor.shape != needed:
-        raise tensor_error(path, tensor.name, f"has shape {tensor.shape}; the model needs {needed}")
+        raise MisfitError(tensor, f"has shape {tensor.shape}; the model needs {needed}")
 
 
 def _casts(modules: Iterable[BoundModule], table: ModuleTable) -> tuple[tuple[str, str, int], ...]:

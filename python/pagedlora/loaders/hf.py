@@ -18,7 +18,7 @@ from pagedlora.loaders.pickled import PICKLE_NAME, PrivateCopy, convert_pickle
 from pagedlora.loaders.rows import AdapterTensors, pair_tensors, whole_tensors
 from pagedlora.loaders.source_file import SourceFile
 from pagedlora.loaders.stored import StoredTensor
-from pagedlora.shown import quoted
+from pagedlora.shown import counted, quoted
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _SHOWN_TENSORS = 5
@@ -165,6 +165,12 @@ def with_whole_tensors(
     whole = whole_tensors(
         StoredTensor(header.name, header.dtype, header.shape, header.offset) for header in headers
     )
+    if not whole:
+        return UnsupportedAdapterError(
+            f"{error.message}. {quoted(label)} has no such tensors: if these modules were not "
+            "trained, remove modules_to_save from the configuration",
+            field=error.field,
+        )
     shown = ", ".join(
         f"{quoted(tensor.name)} {tensor.shape} of {sizes[tensor.name]} bytes"
         for tensor in whole[:_SHOWN_TENSORS]
@@ -172,8 +178,8 @@ def with_whole_tensors(
     more = f" and {len(whole) - _SHOWN_TENSORS} more" if len(whole) > _SHOWN_TENSORS else ""
     total = sum(sizes[tensor.name] for tensor in whole)
     return UnsupportedAdapterError(
-        f"{error.message}. {quoted(label)} has {len(whole)} such tensors of {total} bytes: "
-        f"{shown}{more}",
+        f"{error.message}. {quoted(label)} has {counted(len(whole), 'such tensor')} of {total} "
+        f"bytes: {shown}{more}",
         field=error.field,
     )
 
@@ -186,14 +192,16 @@ def _open_pickle(
         descriptor = _core.open_file(path, root)
     except AdapterNotFoundError:
         raise AdapterNotFoundError(
-            f"there is no {WEIGHTS_NAME} in {quoted(directory)}", name=str(directory / WEIGHTS_NAME)
+            f"there is no {WEIGHTS_NAME} in {quoted(str(directory))}: give a directory that has "
+            "it beside the configuration, as PEFT's save_pretrained writes them",
+            name=str(directory / WEIGHTS_NAME),
         ) from None
     with open(descriptor, "rb") as file:
         if not options.allow_pickle:
             raise UnsupportedAdapterError(
-                f"{quoted(directory)} has its weights in {PICKLE_NAME}, a pickle: save them with "
-                "safetensors (PEFT: save_pretrained(..., safe_serialization=True)), or, if you "
-                "trust the file, allow_pickle=True",
+                f"{quoted(str(directory))} has its weights in {PICKLE_NAME}, a pickle: save them "
+                "with safetensors (PEFT: save_pretrained(..., safe_serialization=True)), or, if "
+                "you trust the file, allow_pickle=True",
                 field=PICKLE_NAME,
             )
         return convert_pickle(file, path, WEIGHTS_NAME)

@@ -72,6 +72,11 @@ class ModuleRules:
         self._unused_ranks = dict.fromkeys(config.rank_pattern)
         self._unused_alphas = dict.fromkeys(config.alpha_pattern)
 
+    @property
+    def base_model(self) -> str:
+        """As in the configuration."""
+        return self._config.base_model
+
     def scaling(self, module: str) -> ModuleScaling:
         """Rank and scale of a module, as PEFT's `LoraModel` and `LoraLayer.update_layer` say.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pagedlora import _core
+from pagedlora.base_weights import BaseWeights, ModelWeights
 from pagedlora.loaders.fused_modules import FusedModules, FusedNames
-from pagedlora.loaders.tensor_names import NameMatcher
+from pagedlora.loaders.tensor_names import AmbiguousNameError, NameMatcher
 from pagedlora.sharding import sharding_of, whole_modules
 
 
@@ -39,10 +40,29 @@ class ModuleTable:
         sharding: What of the model is on this rank; None: all.
     """
 
-    __slots__ = ("config", "fused", "matcher", "max_lora_rank", "names", "sharding", "sizes")
+    __slots__ = (
+        "_base",
+        "config",
+        "fused",
+        "matcher",
+        "max_lora_rank",
+        "names",
+        "sharding",
+        "sizes",
+    )
 
-    def __init__(self, config: _core.LoraModelConfig, fused: FusedModules | None = None) -> None:
+    def __init__(
+        self,
+        config: _core.LoraModelConfig,
+        fused: FusedModules | None = None,
+        base: BaseWeights | None = None,
+    ) -> None:
         """Takes what is needed of a configuration.
+
+        Args:
+            config: The modules that can carry LoRA.
+            fused: Which modules other models have fused or split.
+            base: Those of a live model tell which other modules it has.
 
         Raises:
             InvalidArgumentError: `fused` is no such map.
@@ -64,3 +84,18 @@ class ModuleTable:
         }
         self.matcher = NameMatcher(self.names)
         self.fused = FusedNames({} if fused is None else fused)
+        self._base = base if isinstance(base, ModelWeights) else None
+
+    def is_in_base_model(self, raw: str, module: str) -> bool | None:
+        """Whether the model has a module, LoRA or not; None if nobody knows. For errors: slow.
+
+        Args:
+            raw: As in `TensorName`.
+            module: As in `TensorName`.
+        """
+        if self._base is None:
+            return None
+        try:
+            return NameMatcher(self._base.module_names).find(raw, module) is not None
+        except AmbiguousNameError:
+            return True

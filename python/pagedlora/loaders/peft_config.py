@@ -24,12 +24,14 @@ from pagedlora.errors import (
 )
 from pagedlora.loaders.peft_fields import PEFT_FIELDS, says_nothing, starts_at_zero
 from pagedlora.loaders.peft_values import FieldReader, format_error, shorten
+from pagedlora.loaders.wrong_place import why_missing
 from pagedlora.paths import is_possible_path
 from pagedlora.shown import quoted
 
 CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 << 20
 _MAX_NOTES = 20
+_NO_SETTINGS = ("starts_at_zero", "notes", "base_model", "path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class PeftLoraConfig:
         lora_bias: Whether each B has a bias.
         starts_at_zero: Whether target modules without tensors answer like the base model.
         notes: What was ignored, and why.
+        base_model: What it was trained on, for errors; "" if it does not say.
         path: Names the file in errors.
     """
 
@@ -66,6 +69,7 @@ class PeftLoraConfig:
     lora_bias: bool = False
     starts_at_zero: bool = True
     notes: tuple[str, ...] = ()
+    base_model: str = field(default="", compare=False)
     path: str = field(default="", compare=False)
 
     def key(self) -> tuple[object, ...]:
@@ -94,7 +98,7 @@ class PeftLoraConfig:
         return {
             name: value
             for name, value in values.items()
-            if name in always or (value and name not in ("starts_at_zero", "notes", "path"))
+            if name in always or (value and name not in _NO_SETTINGS)
         }
 
 
@@ -123,6 +127,14 @@ def read_peft_config(
     """
     path = Path(directory) / CONFIG_NAME
     return parse_peft_config(_read_json(path, root), str(path), strict=strict)
+
+
+def read_base_model(directory: str | os.PathLike[str]) -> str:
+    """What an adapter in a directory says that it was trained on; "" if that cannot be read."""
+    try:
+        return _base_model(_read_json(Path(directory) / CONFIG_NAME, None))
+    except PagedLoraError:
+        return ""
 
 
 def parse_peft_config(
@@ -160,8 +172,14 @@ def parse_peft_config(
         lora_bias=_lora_bias(values),
         starts_at_zero=starts_at_zero(fields.get("init_lora_weights", True)),
         notes=tuple(notes),
+        base_model=_base_model(fields),
         path=path,
     )
+
+
+def _base_model(fields: Mapping[str, Any]) -> str:
+    name = fields.get("base_model_name_or_path")
+    return name if isinstance(name, str) else ""
 
 
 def _lora_bias(values: FieldReader) -> bool:
@@ -179,11 +197,7 @@ def _read_json(path: Path, root: _core.AdapterRoot | None) -> Mapping[str, Any]:
     try:
         content = _read_regular_file(path, root)
     except AdapterNotFoundError:
-        raise AdapterNotFoundError(
-            f"there is no {CONFIG_NAME} in {quoted(str(path.parent))}: give the directory that "
-            "PEFT's save_pretrained wrote",
-            name=str(path),
-        ) from None
+        raise AdapterNotFoundError(why_missing(path, root), name=str(path)) from None
     return fields_of(content, str(path))
 
 

@@ -72,6 +72,11 @@ class AdapterTensors:
     notes: tuple[str, ...] = ()
     base_copies: Mapping[str, StoredTensor] = field(default_factory=dict)
 
+    @property
+    def base_model(self) -> str:
+        """What it was trained on, for errors; "" if it does not say."""
+        return "" if self.rules is None else self.rules.base_model
+
 
 def pair_tensors(
     tensors: Sequence[StoredTensor], config: PeftLoraConfig, path: str, *, strict: bool = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from pagedlora.errors import (
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from pagedlora.peft_cache import PeftCacheManager
 
 _SHOWN_OWNERS = 10
+_SHOWN_NAMES = 3
+_LOOKED_AT_NAMES, _NEIGHBOURS = 10_000, 8
+"""Where a name is not there: those beside it in the alphabet are compared, which takes long."""
 
 
 def check_name(name: object) -> None:
@@ -100,8 +106,13 @@ class NameTable:
         check_name(name)
         return None
 
-    def get(self, name: str) -> NameEntry:
+    def get(self, name: str, *, for_change: bool = False) -> NameEntry:
         """The entry of a name, also of one that is being unloaded.
+
+        Args:
+            name: The name.
+            for_change: Whether the call is about what is registered: its error names the closest.
+                Requests are not told the names of others.
 
         Raises:
             AdapterNotFoundError: There is none.
@@ -109,20 +120,21 @@ class NameTable:
         entry = self.find(name)
         if entry is None:
             others = counted(len(self._entries), "other is", "others are")
+            way_out = ". Register it, or use None for the base model"
+            if for_change:
+                way_out = _closest(name, self._entries)
             raise AdapterNotFoundError(
-                f"no adapter {quoted(name)} is registered; {others}. Register it, or use None for "
-                "the base model",
-                name=name,
+                f"no adapter {quoted(name)} is registered; {others}{way_out}", name=name
             )
         return entry
 
-    def require(self, name: str) -> NameEntry:
-        """The entry of a name that can be used.
+    def require(self, name: str, *, for_change: bool = False) -> NameEntry:
+        """The entry of a name that can be used; arguments as `get`.
 
         Raises:
             AdapterNotFoundError: There is none, or it is being unloaded.
         """
-        entry = self.get(name)
+        entry = self.get(name, for_change=for_change)
         if entry.is_unloading:
             raise AdapterNotFoundError(f"adapter {quoted(name)} is being unloaded", name=name)
         return entry
@@ -304,6 +316,18 @@ class Owners:
 
     def _sets(self, task_id: int) -> Iterable[set[int]]:
         return (owners.get(task_id, set()) for owners in self._owners)
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    """The names that are most like another one, for the end of a message."""
+    names = sorted(islice(names, _LOOKED_AT_NAMES))
+    place = bisect(names, name)
+    near = names[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS]
+    close = get_close_matches(name, near, _SHOWN_NAMES)
+    shown = ", ".join(map(quoted, list(dict.fromkeys([*close, *near]))[:_SHOWN_NAMES]))
+    if not shown:
+        return ""
+    return f", such as {shown}" if len(names) > _SHOWN_NAMES else f": {shown}"
 
 
 def in_use_error(entry: NameEntry, users: frozenset[int], timeout_s: float) -> AdapterInUseError:

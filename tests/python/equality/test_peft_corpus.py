@@ -163,7 +163,7 @@ def test_whole_modules_are_listed_with_their_bytes(tmp_path: Path, bench: Bench)
     directory = save_corpus(tmp_path, "llama", {"a": REFUSED["saved head"]})["a"]
     with pytest.raises(UnsupportedAdapterError) as error:
         bench.llm.load_lora("a", directory)
-    assert "has 1 such tensors of 8192 bytes: " in str(error.value)
+    assert "has 1 such tensor of 8192 bytes: " in str(error.value)
     assert "lm_head.weight' [64, 32] of 8192 bytes" in str(error.value)
 
 
