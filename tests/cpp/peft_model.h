@@ -92,6 +92,7 @@ class PeftModel {
     if (known.at(task).pages > std::min(host_pages_, device_pages_)) {
       return Outcome::too_large;
     }
+    const bool is_hit = host.contains(task) && (life == requests.end() || life->second.is_paused);
     const Outcome outcome = bring_into_host(task, failures);
     if (outcome != Outcome::ok) {
       if (outcome == Outcome::failed) {
@@ -103,6 +104,7 @@ class PeftModel {
     if (!is_owned(task)) {
       owned_since_[task] = ++clock_;
     }
+    stats.host.hits += is_hit ? 1 : 0;
     requests[request] = {task, false, requests.contains(request) && requests[request].has_started};
     use(host, task);
     use(device, task);
@@ -353,7 +355,6 @@ class PeftModel {
 
   Outcome bring_into_host(TaskId task, const PlannedFailures& failures) {
     if (host.contains(task)) {
-      ++stats.host.hits;
       return Outcome::ok;
     }
     const bool from_device = device.contains(task);
