@@ -290,9 +290,9 @@ class _Block:
         )
         if self.called and name not in self.called:
             return UnsupportedModelError(
-                f"{problem}, as many as modules before it had: its first dimension is not the "
-                "batch, so it cannot be told which adapter each row uses. Leave the module out of "
-                "the target modules"
+                f"{problem}, as many as modules before it had: the first dimension of one of them "
+                "is not the batch, so it cannot be told which adapter each row uses. Leave that "
+                "one out of the target modules"
             )
         return InvalidArgumentError(
             f"{problem}: name one adapter per row of the batch. If there is one, the module's "

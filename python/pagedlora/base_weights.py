@@ -56,6 +56,12 @@ class ModelWeights:
         """Names of all modules."""
         return [name for name, _ in self._model.named_modules()]
 
+    def can_carry_lora(self, module_name: str) -> bool:
+        """Whether a module is of a kind that LoRA is for."""
+        from pagedlora.model_config import describe_module
+
+        return describe_module(module_name, self._model.get_submodule(module_name)) is not None
+
     def __call__(self, module_name: str) -> torch.Tensor:
         """As `BaseWeights`."""
         from torch import nn

@@ -287,3 +287,17 @@ def test_a_directory_whose_name_is_no_text(small_cache: Cache, root: Path) -> No
     assert caught.value.path.startswith(name)
     assert "xff" in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("path", ["", "store"])
+def test_whoever_names_a_path_is_told_nothing_of_what_lies_in_the_root(
+    small_cache: Cache, manager: LoraManager, root: Path, path: str
+) -> None:
+    """A request may have named it: what others have is none of its business."""
+    write(small_cache, root / "store" / "tenant", INSIDE)
+    with pytest.raises(AdapterNotFoundError) as refused:
+        manager.register("x", root / path)
+    assert f"there is no adapter_config.json in '{root / path}': give the" in str(refused.value)
+    anywhere = LoraManager(small_cache.config, small_cache.peft)
+    with pytest.raises(AdapterNotFoundError, match="below it: give one of these"):
+        anywhere.register("x", root / path)

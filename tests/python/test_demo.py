@@ -258,7 +258,12 @@ def test_the_stream_asks_some_adapters_often_and_the_base_too() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "dtype"),
-    [("AVX2", torch.float32), ("AVX512", torch.bfloat16), ("SVE256", torch.bfloat16)],
+    [
+        ("DEFAULT", torch.float32),
+        ("AVX2", torch.float32),
+        ("AVX512", torch.bfloat16),
+        ("SVE256", torch.bfloat16),
+    ],
 )
 def test_the_real_demo_computes_in_a_type_that_the_processor_has_products_of(
     monkeypatch: pytest.MonkeyPatch, capability: str, dtype: torch.dtype

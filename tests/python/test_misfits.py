@@ -19,6 +19,7 @@ from pagedlora import (
     PeftCacheConfig,
     PeftCacheManager,
 )
+from pagedlora.loaders.fused_modules import fused_modules_of
 
 Managers = dict[bool, LoraManager]
 LAYER = "model.layers.0"
@@ -89,6 +90,57 @@ def test_a_module_that_is_no_target(refuse: Callable[..., str], module: str, kin
         'modules: name the module, lora_target_modules=["all-linear", '
         f'"{module.rpartition(".")[2]}"]'
     )
+
+
+@pytest.mark.parametrize("module", ["model.norm", LAYER])
+def test_a_module_that_can_carry_none(refuse: Callable[..., str], module: str) -> None:
+    assert f"belongs to module '{module}', which can carry no LoRA in this model" in refuse(
+        module, base_model="some/model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "has", "targets"),
+    [
+        ("phi3", "q_proj", ["qkv_proj"], '"qkv_proj"]'),
+        ("llama", "qkv_proj", ["q_proj", "k_proj", "v_proj"], '"q_proj", "k_proj", "v_proj"]'),
+    ],
+)
+def test_a_module_that_the_model_has_fused_or_split(
+    tmp_path: Path, family: str, module: str, has: list[str], targets: str
+) -> None:
+    model = build_tiny_model(family)
+    config = LoraModelConfig.from_module(model, ["down_proj"])
+    sizes = PeftCacheConfig(host_cache_size=2**20, device_cache_size=2**20)
+    name = f"{PREFIX}{LAYER}.self_attn.{module}.lora_"
+    tensors = {f"{name}A.weight": torch.ones(2, 32), f"{name}B.weight": torch.ones(32, 2)}
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=2, target_modules=[module])
+    with closing(PeftCacheManager(config, sizes)) as cache:
+        manager = LoraManager(
+            config,
+            cache,
+            base_weights=ModelWeights(model),
+            fused_modules=fused_modules_of(model.config),
+        )
+        with pytest.raises(AdapterFormatError) as refused:
+            manager.register("a", adapter)
+    names = " and ".join(f"'{LAYER}.self_attn.{each}'" for each in has)
+    assert f"which the model has as {names}, but not among" in str(refused.value)
+    assert str(refused.value).endswith(targets)
+
+
+def test_a_rank_of_several_does_not_know_what_the_others_have(tmp_path: Path) -> None:
+    model = build_tiny_model("llama")
+    config = LoraModelConfig.from_module(model, ["q_proj"], pp_size=2, pp_rank=0)
+    del model.model.layers[1:]  # as the rank's
+    sizes = PeftCacheConfig(host_cache_size=2**20, device_cache_size=2**20)
+    name = f"{PREFIX}model.layers.1.mlp.down_proj.lora_"
+    tensors = {f"{name}A.weight": torch.ones(2, 32), f"{name}B.weight": torch.ones(32, 2)}
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=2, target_modules=["down_proj"])
+    with closing(PeftCacheManager(config, sizes)) as cache:
+        manager = LoraManager(config, cache, base_weights=ModelWeights(model))
+        with pytest.raises(AdapterFormatError, match="does not have or which is not among"):
+            manager.register("a", adapter)
 
 
 @pytest.mark.parametrize("module", ["transformer.h.0.attn.c_attn", "model.layers.2.mlp.down_proj"])

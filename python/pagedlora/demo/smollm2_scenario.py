@@ -90,8 +90,8 @@ def smollm2_scenario(
 
 def quick_dtype() -> torch.dtype:
     """bfloat16, the model's own, but where torch has no fast products of it on this processor."""
-    has_products = torch.backends.cpu.get_cpu_capability() != "AVX2"
-    return torch.bfloat16 if has_products else torch.float32
+    is_slow = torch.backends.cpu.get_cpu_capability() in {"AVX2", "DEFAULT"}
+    return torch.float32 if is_slow else torch.bfloat16
 
 
 def _model_directory(given: Path | None, console: Console) -> Path:

@@ -51,14 +51,33 @@ def missing_module(
         table: The model's modules; has none of that name.
         path: Names the adapter.
     """
-    last = name[name.rfind(".") + 1 :]
-    way_out = f'name the module, lora_target_modules=["all-linear", "{last:.80}"]'
-    problem = f"belongs to module {quoted(name)}, which"
-    is_in_base = table.is_in_base_model(raw, name)
-    if is_in_base:
-        problem += " the model has, but not among its LoRA target modules"
-        return tensor_error(path, tensor.name, f"{problem}: {way_out}")
-    if is_in_base is None:
-        problem += " the model does not have or which is not among its LoRA target modules"
-        return MisfitError(tensor, problem, way_out)
-    return MisfitError(tensor, f"{problem} the model does not have")
+    belongs = f"belongs to module {quoted(name)}, which"
+    found = table.base_modules(raw, name)
+    if found is None:
+        return MisfitError(
+            tensor,
+            f"{belongs} the model does not have or which is not among its LoRA target modules",
+            _target(name),
+        )
+    if not found:
+        return MisfitError(tensor, f"{belongs} the model does not have")
+    if not all(map(table.can_carry_lora, found)):
+        problem = "can carry no LoRA in this model: linear modules, Conv1D and embeddings can"
+        return MisfitError(tensor, f"{belongs} {problem}")
+    is_itself = len(found) == 1 and _last(found[0]) == _last(name)
+    has = "has" if is_itself else f"has as {' and '.join(map(quoted, found))}"
+    return tensor_error(
+        path,
+        tensor.name,
+        f"{belongs} the model {has}, but not among its LoRA target modules: {_target(*found)}",
+    )
+
+
+def _last(module: str) -> str:
+    return module[module.rfind(".") + 1 :]
+
+
+def _target(*modules: str) -> str:
+    """How to make modules targets."""
+    lasts = "".join(f', "{_last(module):.80}"' for module in modules)
+    return f'name the module, lora_target_modules=["all-linear"{lasts}]'

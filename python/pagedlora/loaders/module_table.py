@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pagedlora import _core
 from pagedlora.base_weights import BaseWeights, ModelWeights
-from pagedlora.loaders.fused_modules import FusedModules, FusedNames
+from pagedlora.loaders.fused_modules import FusedModules, FusedNames, renamed
 from pagedlora.loaders.tensor_names import AmbiguousNameError, NameMatcher
 from pagedlora.sharding import sharding_of, whole_modules
 
@@ -86,16 +86,35 @@ class ModuleTable:
         self.fused = FusedNames({} if fused is None else fused)
         self._base = base if isinstance(base, ModelWeights) else None
 
-    def is_in_base_model(self, raw: str, module: str) -> bool | None:
-        """Whether the model has a module, LoRA or not; None if nobody knows. For errors: slow.
+    def base_modules(self, raw: str, module: str) -> tuple[str, ...] | None:
+        """Which of the model's modules, LoRA or not, an adapter's module is. For errors: slow.
 
         Args:
             raw: As in `TensorName`.
             module: As in `TensorName`.
+
+        Returns:
+            Itself; or what it is fused in or split into there; empty: the model has no such module.
+            None: nobody knows.
         """
         if self._base is None:
             return None
-        try:
-            return NameMatcher(self._base.module_names).find(raw, module) is not None
-        except AmbiguousNameError:
-            return True
+        matcher = NameMatcher(self._base.module_names)
+        part = self.fused.part(module)
+        own = module[module.rfind(".") + 1 :]
+        for lasts in ((own,), self.fused.parts(module), (part.fused,) if part is not None else ()):
+            found = [_find(matcher, renamed(raw, last), renamed(module, last)) for last in lasts]
+            if found and None not in found:
+                return tuple(name for name in found if name is not None)
+        return None if self.sharding is not None else ()
+
+    def can_carry_lora(self, base_module: str) -> bool:
+        """Whether one of `base_modules` is of a kind that LoRA is for."""
+        return self._base is None or self._base.can_carry_lora(base_module)
+
+
+def _find(matcher: NameMatcher, raw: str, module: str) -> str | None:
+    try:
+        return matcher.find(raw, module)
+    except AmbiguousNameError:
+        return module

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 
 from pagedlora import _core
-from pagedlora.errors import PagedLoraError
 from pagedlora.shown import counted, quoted
 
 _LOOKED_AT = 200
@@ -21,15 +20,16 @@ def why_missing(path: Path, root: _core.AdapterRoot | None) -> str:
 
     Args:
         path: Where it should be.
-        root: Nothing is looked at elsewhere; None: anywhere.
+        root: There is one: a request may have given the path, and is told nothing of what lies
+            beside it. None: the caller may know.
     """
     directory = path.parent
     plain = f"there is no {path.name} in {quoted(str(directory))}: {_GIVE}"
+    if root is not None:
+        return plain
     try:
-        if root is not None:
-            root.check(str(directory))
         return _why_missing(directory, path.name) or plain
-    except (OSError, ValueError, PagedLoraError):  # it went away, or may not be looked at
+    except (OSError, ValueError):  # it went away, or may not be looked at
         return plain
 
 
@@ -42,19 +42,19 @@ def _why_missing(directory: Path, name: str) -> str:
         if (place / name).is_file():
             return f"{shown} is a file: give its directory, {quoted(str(place))}"
         return f"{shown} is a file: {_GIVE}"
-    below = _adapters_below(directory, name)
+    below, are_all = _adapters_below(directory, name)
     if below:
         first = ", ".join(quoted(each) for each in below[:_SHOWN])
         rest = len(below) - _SHOWN
-        more = f" and {counted(rest, 'other')}" if rest > 0 else ""
+        more = (f" and {counted(rest, 'other')}" if are_all else " and others") if rest > 0 else ""
         return f"there is no {name} in {shown}, but in {first}{more} below it: give one of these"
     if (directory / "config.json").is_file():
         return f"there is no {name} in {shown}, which has a model's config.json: {_GIVE}"
     return ""
 
 
-def _adapters_below(directory: Path, name: str) -> list[str]:
-    """Names of directories in it that have the file, of the first entries; 9 before 10."""
+def _adapters_below(directory: Path, name: str) -> tuple[list[str], bool]:
+    """Names of directories in it that have the file, 9 before 10, and whether they are all."""
     with os.scandir(directory) as entries:
         below = [
             entry.name
@@ -62,4 +62,5 @@ def _adapters_below(directory: Path, name: str) -> list[str]:
             if entry.is_dir(follow_symlinks=False)
             and os.path.isfile(os.path.join(entry.path, name))
         ]
-    return sorted(below, key=lambda each: (len(each), each))
+        are_all = next(entries, None) is None
+    return sorted(below, key=lambda each: (len(each), each)), are_all
