@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,7 @@ def with_adapter(home: Path, path: Path, *arguments: str) -> Result:
     return generate(home, "--prompt", "x", f"--adapter=a={path}", *arguments)
 
 
+@pytest.mark.filterwarnings("default::pagedlora.PagedLoraWarning")
 def test_the_way_out_of_a_refusal_is_named_as_an_option_and_works(
     home: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +116,45 @@ def test_the_way_out_of_a_refusal_is_named_as_an_option_and_works(
         assert result.exit_code == 0, result.output
     told = with_adapter(home, odd, "--no-strict").stderr
     assert re.search("^warning: adapter .*: ignored a_field_of_tomorrow=1", told, re.MULTILINE)
+
+
+@pytest.fixture
+def odd(home: Path, tmp_path: Path) -> Path:
+    """An adapter that loads with a warning."""
+    config = LoraModelConfig.from_module(AutoModelForCausalLM.from_pretrained(home / "model"))
+    return write_random_adapter(tmp_path / "odd", config, rank=2, seed=1, a_field_of_tomorrow=1)
+
+
+@pytest.mark.filterwarnings("default::pagedlora.PagedLoraWarning")
+def test_warnings_are_printed_also_where_a_later_adapter_fails(home: Path, odd: Path) -> None:
+    result = with_adapter(home, odd, "--no-strict", "--adapter=b=/nowhere/at/all")
+    assert result.exit_code == 1
+    warned, failed = re.findall("^(?:warning|error): .*", result.stderr, re.MULTILINE)
+    assert re.match("warning: adapter .*: ignored a_field_of_tomorrow=1", warned)
+    assert failed.startswith("error: '/nowhere/at/all' does not exist")
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_that_python_raises_are_errors(home: Path, odd: Path) -> None:
+    result = with_adapter(home, odd, "--no-strict")
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    [line] = re.findall("^(?:warning|error): .*", result.stderr, re.MULTILINE)
+    assert re.match("error: adapter .*: ignored a_field_of_tomorrow=1", line)
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_warnings_of_others_are_no_lines_of_ours(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(llm: LLM, name: str, directory: str) -> None:
+        warnings.warn("from elsewhere", UserWarning, stacklevel=2)
+
+    monkeypatch.setattr(LLM, "load_lora", load)
+    with pytest.warns(UserWarning, match="from elsewhere"):
+        result = with_adapter(home, home / "one")
+    assert "from elsewhere" not in result.stdout
+    assert "warning:" not in result.stderr
 
 
 def test_the_output_embedding_is_a_target_where_it_is_named(home: Path, tmp_path: Path) -> None:
