@@ -72,7 +72,7 @@ def parse_adapters(pairs: Sequence[str]) -> dict[str, str]:
 def open_llm(
     model: str, tokenizer: str | None, lora: LoraConfig, peft_cache: PeftCacheConfig
 ) -> LLM:
-    """The model with its tokenizer, which is looked for before the weights are loaded.
+    """The model with its tokenizer; what can be wrong without its weights is found before them.
 
     Args:
         model: A directory or a hub id.
@@ -81,13 +81,21 @@ def open_llm(
         peft_cache: Memory for them.
 
     Raises:
-        InvalidArgumentError: There is no tokenizer.
+        InvalidArgumentError: There is no tokenizer, or no such model with these targets and rank.
         PagedLoraError: Model or tokenizer cannot be loaded, or the model cannot be run.
     """
+    import torch
+
     from pagedlora.engine.llm import LLM
     from pagedlora.engine.pretrained import load_tokenizer, skeleton, to_source, tokenizer_beside
+    from pagedlora.model_config import LoraModelConfig
 
-    skeleton(model)
+    LoraModelConfig.from_module(
+        skeleton(model),
+        lora.lora_target_modules,
+        dtype=torch.float32,  # files may have another than the configuration says
+        max_lora_rank=lora.max_lora_rank,
+    )
     if tokenizer is not None:
         found = load_tokenizer(to_source(tokenizer, "tokenizer"))
     else:

@@ -166,6 +166,23 @@ def test_the_output_embedding_is_a_target_where_it_is_named(home: Path, tmp_path
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "nosuch"], r"error: target_modules \['nosuch'\] match no linear module"),
+        (["--max-lora-rank", "100000"], "error: max_lora_rank.* 100000"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused_before_its_weights_are_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    result = generate(home, "--prompt", "x", *arguments)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert re.match(message, result.stderr)
+
+
 def test_an_error_of_a_request_names_the_option_too(home: Path) -> None:
     config = LoraModelConfig.from_module(AutoModelForCausalLM.from_pretrained(home / "model"))
     path = write_random_adapter(home / "large", config, rank=64, seed=1)
