@@ -11,6 +11,9 @@ _OPTIONS = {
     "allow_pickle": "--allow-pickle",
     "strict=False": "--no-strict",
     "LoRA target modules": "--target",
+    "match no linear module": "--target",
+    "load_lora()": "--adapter NAME=DIRECTORY of generate",
+    "a tier of": "--host-cache-size, --device-cache-size",
     "host_cache_size": "--host-cache-size",
     "device_cache_size": "--device-cache-size",
 }

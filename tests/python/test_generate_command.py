@@ -205,7 +205,48 @@ def test_without_a_tokenizer_it_is_said_what_can_be_done_here(home: Path, tmp_pa
 
 def test_every_option_that_errors_name_exists() -> None:
     words = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output.split()
-    assert set(command_errors._OPTIONS.values()) <= set(words)
+    named = re.findall("--[a-z-]+", " ".join(command_errors._OPTIONS.values()))
+    assert set(named) <= set(words)
+
+
+def test_each_option_is_named_by_the_errors_that_it_helps_with(home: Path, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    config = LoraModelConfig.from_module(model, ["all-linear", "lm_head"])
+    paths = {
+        name: write_random_adapter(
+            tmp_path / name, config, rank=rank, seed=1, targets=[target], **fields
+        )
+        for name, rank, target, fields in (
+            ("high", 65, "q_proj", {}),
+            ("odd", 2, "q_proj", {"a_field_of_tomorrow": 1}),
+            ("pickled", 2, "q_proj", {}),
+            ("head", 2, "lm_head", {}),
+        )
+    }
+    (paths["pickled"] / WEIGHTS_FILE).rename(paths["pickled"] / "adapter_model.bin")
+    use = {name: [f"--adapter=a={path}"] for name, path in paths.items()}
+    one = f"--adapter=a={home / 'one'}"
+    errors: dict[str, list[list[str]]] = {
+        "max_lora_rank": [use["high"], ["--max-lora-rank", "100000"]],
+        "allow_pickle": [use["pickled"]],
+        "strict=False": [use["odd"]],
+        "LoRA target modules": [use["head"]],
+        "match no linear module": [["--target", ""], ["--target", "nosuch"]],
+        "load_lora()": [[]],
+        "a tier of": [["--host-cache-size", "100"], ["--device-cache-size", "100"]],
+        "host_cache_size": [["--host-cache-size", "5000", one], ["--host-cache-size", "900TiB"]],
+        "device_cache_size": [["--device-cache-size", "5000", one]],
+    }
+    assert errors.keys() == command_errors._OPTIONS.keys()
+    for words, commands in errors.items():
+        for arguments in commands:
+            place = tmp_path / "head" if words == "load_lora()" else home / "model"
+            command = ["generate", str(place), "--prompt", "x", *arguments]
+            result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
+            assert result.exit_code == 1
+            assert words in result.stderr
+            hint = f"(here: {command_errors._OPTIONS[words]})\n"
+            assert result.stderr.endswith(hint), result.stderr
 
 
 def test_a_model_that_is_none_is_said_in_a_line(tmp_path: Path) -> None:
