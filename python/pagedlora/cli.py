@@ -16,6 +16,7 @@ from rich.text import Text
 from pagedlora.command_errors import lines_of
 from pagedlora.config import DEFAULT_MAX_LORA_RANK
 from pagedlora.errors import InvalidArgumentError, PagedLoraError, PagedLoraWarning
+from pagedlora.shown import quoted
 
 app = typer.Typer(
     name="pagedlora",
@@ -134,7 +135,8 @@ def probe(
     paths = find_adapters(path)
     if not paths:
         typer.echo(
-            f"error: no adapter is in '{path}' or below: no directory has an adapter_config.json",
+            f"error: no adapter is in {quoted(str(path))} or below: no directory has an "
+            "adapter_config.json",
             err=True,
         )
         raise typer.Exit(1)
