@@ -26,24 +26,6 @@ class BaseWeights(Protocol):
         ...
 
 
-class SizesOnly:
-    """Stands for weights that are not there, where adapters are only measured.
-
-    What is planned with it must not be used: the scales of DoRA are zeros.
-    """
-
-    def __call__(self, module_name: str) -> torch.Tensor:
-        """Refuses.
-
-        Raises:
-            UnsupportedAdapterError: Always.
-        """
-        raise UnsupportedAdapterError(
-            f"there is no weight of module {quoted(module_name)}: adapters are only measured here",
-            field="use_dora",
-        )
-
-
 class ModelWeights:
     """The weights of a live model, which must not change. Thread-safe."""
 
@@ -84,3 +66,21 @@ class ModelWeights:
             )
         weight = weight.detach()
         return weight.T if isinstance(module, (nn.Embedding, Conv1D)) else weight
+
+
+class SizesOnly(ModelWeights):
+    """Stands for the weights of a model without any, where adapters are only measured.
+
+    What is planned with it must not be used: the scales of DoRA are zeros.
+    """
+
+    def __call__(self, module_name: str) -> torch.Tensor:
+        """Refuses.
+
+        Raises:
+            UnsupportedAdapterError: Always.
+        """
+        raise UnsupportedAdapterError(
+            f"there is no weight of module {quoted(module_name)}: adapters are only measured here",
+            field="use_dora",
+        )

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from pagedlora.command_errors import lines_of
 from pagedlora.config import DEFAULT_MAX_LORA_RANK
-from pagedlora.errors import InvalidArgumentError, PagedLoraError
+from pagedlora.errors import InvalidArgumentError, PagedLoraError, PagedLoraWarning
+from pagedlora.shown import quoted
 
 app = typer.Typer(
     name="pagedlora",
@@ -53,7 +54,7 @@ def _errors_as_lines() -> Iterator[None]:
     """Ends the command with lines on standard error instead of a traceback."""
     try:
         yield
-    except (PagedLoraError, ValidationError) as error:
+    except (PagedLoraError, PagedLoraWarning, ValidationError) as error:
         for line in lines_of(error):
             typer.echo(f"error: {line}", err=True)
         raise typer.Exit(1) from None
@@ -134,7 +135,8 @@ def probe(
     paths = find_adapters(path)
     if not paths:
         typer.echo(
-            f"error: no adapter is in '{path}' or below: no directory has an adapter_config.json",
+            f"error: no adapter is in {quoted(str(path))} or below: no directory has an "
+            "adapter_config.json",
             err=True,
         )
         raise typer.Exit(1)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from pagedlora.errors import PagedLoraError
+from pagedlora.errors import PagedLoraError, PagedLoraWarning
 
 _OPTIONS = {
     "max_lora_rank": "--max-lora-rank",
     "allow_pickle": "--allow-pickle",
     "strict=False": "--no-strict",
     "LoRA target modules": "--target",
+    "match no linear module": "--target",
+    "load_lora()": "--adapter NAME=DIRECTORY of generate",
+    "a tier of": "--host-cache-size, --device-cache-size",
     "host_cache_size": "--host-cache-size",
     "device_cache_size": "--device-cache-size",
 }
@@ -25,9 +28,9 @@ def said(error: BaseException) -> str:
     return f"{message} (here: {', '.join(options)})" if options else message
 
 
-def lines_of(error: PagedLoraError | ValidationError) -> list[str]:
+def lines_of(error: PagedLoraError | PagedLoraWarning | ValidationError) -> list[str]:
     """What is wrong; a line for each option where their values are impossible."""
-    if isinstance(error, PagedLoraError):
+    if not isinstance(error, ValidationError):
         return [said(error)]
     lines = []
     for problem in error.errors():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -71,7 +72,7 @@ def parse_adapters(pairs: Sequence[str]) -> dict[str, str]:
 def open_llm(
     model: str, tokenizer: str | None, lora: LoraConfig, peft_cache: PeftCacheConfig
 ) -> LLM:
-    """The model with its tokenizer, which is looked for before the weights are loaded.
+    """The model with its tokenizer; what can be wrong without its weights is found before them.
 
     Args:
         model: A directory or a hub id.
@@ -80,13 +81,21 @@ def open_llm(
         peft_cache: Memory for them.
 
     Raises:
-        InvalidArgumentError: There is no tokenizer.
+        InvalidArgumentError: There is no tokenizer, or no such model with these targets and rank.
         PagedLoraError: Model or tokenizer cannot be loaded, or the model cannot be run.
     """
+    import torch
+
     from pagedlora.engine.llm import LLM
     from pagedlora.engine.pretrained import load_tokenizer, skeleton, to_source, tokenizer_beside
+    from pagedlora.model_config import LoraModelConfig
 
-    skeleton(model)
+    LoraModelConfig.from_module(
+        skeleton(model),
+        lora.lora_target_modules,
+        dtype=torch.float32,  # files may have another than the configuration says
+        max_lora_rank=lora.max_lora_rank,
+    )
     if tokenizer is not None:
         found = load_tokenizer(to_source(tokenizer, "tokenizer"))
     else:
@@ -113,13 +122,11 @@ def run(llm: LLM, job: Job, *, output: Console, progress: Console) -> int:
 
     Raises:
         PagedLoraError: An adapter cannot be used.
+        PagedLoraWarning: Something of one was ignored, and Python was told to raise that.
     """
-    with warnings.catch_warnings(record=True) as ignored:
-        warnings.simplefilter("always", PagedLoraWarning)
+    with _warnings_as_lines(progress):
         for name, directory in job.adapters.items():
             llm.load_lora(name, directory)
-    for warning in ignored:
-        progress.print(Text(f"warning: {warning.message}"))
     names: list[str | None] = [None] if job.base or not job.adapters else []
     names += job.adapters
     answers = [
@@ -131,6 +138,32 @@ def run(llm: LLM, job: Job, *, output: Console, progress: Console) -> int:
     for answer in answers:
         _print(answer, output if answer.error is None else progress)
     return 1 if any(answer.error is not None for answer in answers) else 0
+
+
+@contextmanager
+def _warnings_as_lines(console: Console) -> Iterator[None]:
+    """Prints this package's warnings when they come; those of others are shown as ever.
+
+    Python's filters decide which: `-W error` and `-W ignore` have their say.
+    """
+    with warnings.catch_warnings():
+        show_other = warnings.showwarning
+
+        def show(  # noqa: PLR0917 - as Python calls it
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if issubclass(category, PagedLoraWarning):
+                console.print(Text(f"warning: {message}"))
+            else:
+                show_other(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 def _collect(answers: Sequence[Answer], max_tokens: int, console: Console) -> None:

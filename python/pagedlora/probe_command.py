@@ -120,6 +120,8 @@ def probe_all(
 def what_was_judged(options: ProbeOptions, *, has_model: bool) -> str:
     """What "would load" means: the limits that were asked for, and what was not looked at."""
     fit = "" if has_model else "the fit to a model (--model), and "
+    if fit and list(options.target_modules) != [ALL_LINEAR]:
+        fit = "the fit to a model (--model) and to its modules that --target names, and "
     return (
         f"Judged with max_lora_rank {options.max_lora_rank} (--max-lora-rank). Not checked: {fit}"
         "the values of weights, which are not read: any that is NaN or infinite is refused on "
@@ -155,7 +157,7 @@ def print_one(verdict: Verdict, options: ProbeOptions, console: Console) -> None
             lines.append(f"no tensors for {missing}: there it answers as the base model")
     lines += [*report.ignored, what_was_judged(options, has_model=coverage is not None)]
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(Text(line))
     console.print(_modules_table(report))
 
 
@@ -178,8 +180,7 @@ def print_many(
     console.print(what_was_judged(options, has_model=page_bytes > 0), highlight=False)
     refused = [(verdict, verdict.error) for verdict in verdicts if verdict.error is not None]
     for verdict, error in refused:
-        reason = f"{_name(verdict, directory)} is refused: {said(error)}"
-        console.print(reason, highlight=False, markup=False)
+        console.print(Text(f"{_name(verdict, directory)} is refused: {said(error)}"))
     return len(refused)
 
 
@@ -286,7 +287,7 @@ def _manager(
     manager = LoraManager(
         config,
         cache,
-        base_weights=SizesOnly(),
+        base_weights=SizesOnly(model),
         fused_modules=fused_modules_of(model.config),
         strict=options.strict,
         allow_pickle=options.allow_pickle,

@@ -13,6 +13,7 @@ from pagedlora.engine.engine_core import EngineCore
 from pagedlora.engine.live_requests import LiveRequests
 from pagedlora.engine.sampler import uniform
 from pagedlora.engine.step import StepBatch
+from pagedlora.engine.step_stats import StepStats
 from pagedlora.errors import AdapterSourceChangedError, PagedLoraError
 from pagedlora.kv_cache import KVCacheManager
 from pagedlora.requests import LlmRequest, RequestState
@@ -75,6 +76,7 @@ class Engine:
         live = LiveRequests(
             self.kv, self.peft, max_num_tokens=max_num_tokens, enable_chunked_prefill=True
         )
+        self.stats = StepStats(self.kv, None)
         self.core = EngineCore(
             self.runner,
             self.scheduler,
@@ -83,6 +85,7 @@ class Engine:
             AdmissionWindow(self.peft, size=16),
             eos_token_ids=frozenset({EOS}),
             front_size=front_size,
+            stats=self.stats,
         )
         self._ids = iter(range(1000))
 
@@ -290,6 +293,40 @@ def test_an_exception_in_the_forward_leaks_nothing(
     again = engine.add([5], 7)
     engine.run()
     assert again.output_token_ids == [6, 7, 8]
+
+
+@pytest.mark.parametrize(("is_late", "completed"), [(False, 1), (True, 2)])
+def test_what_ended_in_a_step_that_raised_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool, completed: int
+) -> None:
+    engine = Engine()
+    aborted, _, last = (engine.add([1], None, max_tokens=n) for n in (3, 1, 3))
+    engine.core.abort(aborted.request_id)
+
+    def explode(step: StepBatch) -> None:
+        raise ValueError("boom")
+
+    def finish_reason(request: LlmRequest, token: int) -> str | None:
+        if request is last:
+            raise ValueError("boom")
+        return "length"
+
+    with monkeypatch.context() as broken:
+        if is_late:
+            broken.setattr(engine.core, "_finish_reason", finish_reason)
+        else:
+            broken.setattr(engine.runner, "before", explode)
+        with pytest.raises(ValueError, match="boom"):
+            engine.run()
+    engine.core.abort_all(PagedLoraError("interrupted"))
+    engine.core.abort_all(PagedLoraError("again"))
+    engine.add([1], None, max_tokens=1)
+    engine.run()
+    engine.core.abort_all(PagedLoraError("nothing is live"))
+    counts = [
+        (step["numCompletedRequests"], step["numFailedRequests"]) for step in engine.stats.take()
+    ]
+    assert counts == [(completed, 3 - completed), (1, 0)]
 
 
 @pytest.mark.parametrize("stream", [None, 0, 7])

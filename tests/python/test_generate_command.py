@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,7 @@ def with_adapter(home: Path, path: Path, *arguments: str) -> Result:
     return generate(home, "--prompt", "x", f"--adapter=a={path}", *arguments)
 
 
+@pytest.mark.filterwarnings("default::pagedlora.PagedLoraWarning")
 def test_the_way_out_of_a_refusal_is_named_as_an_option_and_works(
     home: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +118,45 @@ def test_the_way_out_of_a_refusal_is_named_as_an_option_and_works(
     assert re.search("^warning: adapter .*: ignored a_field_of_tomorrow=1", told, re.MULTILINE)
 
 
+@pytest.fixture
+def odd(home: Path, tmp_path: Path) -> Path:
+    """An adapter that loads with a warning."""
+    config = LoraModelConfig.from_module(AutoModelForCausalLM.from_pretrained(home / "model"))
+    return write_random_adapter(tmp_path / "odd", config, rank=2, seed=1, a_field_of_tomorrow=1)
+
+
+@pytest.mark.filterwarnings("default::pagedlora.PagedLoraWarning")
+def test_warnings_are_printed_also_where_a_later_adapter_fails(home: Path, odd: Path) -> None:
+    result = with_adapter(home, odd, "--no-strict", "--adapter=b=/nowhere/at/all")
+    assert result.exit_code == 1
+    warned, failed = re.findall("^(?:warning|error): .*", result.stderr, re.MULTILINE)
+    assert re.match("warning: adapter .*: ignored a_field_of_tomorrow=1", warned)
+    assert failed.startswith("error: '/nowhere/at/all' does not exist")
+
+
+@pytest.mark.filterwarnings("error")
+def test_warnings_that_python_raises_are_errors(home: Path, odd: Path) -> None:
+    result = with_adapter(home, odd, "--no-strict")
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    [line] = re.findall("^(?:warning|error): .*", result.stderr, re.MULTILINE)
+    assert re.match("error: adapter .*: ignored a_field_of_tomorrow=1", line)
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_warnings_of_others_are_no_lines_of_ours(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(llm: LLM, name: str, directory: str) -> None:
+        warnings.warn("from elsewhere", UserWarning, stacklevel=2)
+
+    monkeypatch.setattr(LLM, "load_lora", load)
+    with pytest.warns(UserWarning, match="from elsewhere"):
+        result = with_adapter(home, home / "one")
+    assert "from elsewhere" not in result.stdout
+    assert "warning:" not in result.stderr
+
+
 def test_the_output_embedding_is_a_target_where_it_is_named(home: Path, tmp_path: Path) -> None:
     model = save_model_with_tokenizer(tmp_path / "model")
     config = LoraModelConfig.from_module(model, ["all-linear", "lm_head"])
@@ -123,6 +164,23 @@ def test_the_output_embedding_is_a_target_where_it_is_named(home: Path, tmp_path
     assert "(here: --target)" in with_adapter(home, path).stderr
     result = with_adapter(home, path, "--target", "all-linear", "--target", "lm_head")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "nosuch"], r"error: target_modules \['nosuch'\] match no linear module"),
+        (["--max-lora-rank", "100000"], "error: max_lora_rank.* 100000"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused_before_its_weights_are_read(
+    home: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    result = generate(home, "--prompt", "x", *arguments)
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert re.match(message, result.stderr)
 
 
 def test_an_error_of_a_request_names_the_option_too(home: Path) -> None:
@@ -147,7 +205,48 @@ def test_without_a_tokenizer_it_is_said_what_can_be_done_here(home: Path, tmp_pa
 
 def test_every_option_that_errors_name_exists() -> None:
     words = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output.split()
-    assert set(command_errors._OPTIONS.values()) <= set(words)
+    named = re.findall("--[a-z-]+", " ".join(command_errors._OPTIONS.values()))
+    assert set(named) <= set(words)
+
+
+def test_each_option_is_named_by_the_errors_that_it_helps_with(home: Path, tmp_path: Path) -> None:
+    model = save_model_with_tokenizer(tmp_path / "model")
+    config = LoraModelConfig.from_module(model, ["all-linear", "lm_head"])
+    paths = {
+        name: write_random_adapter(
+            tmp_path / name, config, rank=rank, seed=1, targets=[target], **fields
+        )
+        for name, rank, target, fields in (
+            ("high", 65, "q_proj", {}),
+            ("odd", 2, "q_proj", {"a_field_of_tomorrow": 1}),
+            ("pickled", 2, "q_proj", {}),
+            ("head", 2, "lm_head", {}),
+        )
+    }
+    (paths["pickled"] / WEIGHTS_FILE).rename(paths["pickled"] / "adapter_model.bin")
+    use = {name: [f"--adapter=a={path}"] for name, path in paths.items()}
+    one = f"--adapter=a={home / 'one'}"
+    errors: dict[str, list[list[str]]] = {
+        "max_lora_rank": [use["high"], ["--max-lora-rank", "100000"]],
+        "allow_pickle": [use["pickled"]],
+        "strict=False": [use["odd"]],
+        "LoRA target modules": [use["head"]],
+        "match no linear module": [["--target", ""], ["--target", "nosuch"]],
+        "load_lora()": [[]],
+        "a tier of": [["--host-cache-size", "100"], ["--device-cache-size", "100"]],
+        "host_cache_size": [["--host-cache-size", "5000", one], ["--host-cache-size", "900TiB"]],
+        "device_cache_size": [["--device-cache-size", "5000", one]],
+    }
+    assert errors.keys() == command_errors._OPTIONS.keys()
+    for words, commands in errors.items():
+        for arguments in commands:
+            place = tmp_path / "head" if words == "load_lora()" else home / "model"
+            command = ["generate", str(place), "--prompt", "x", *arguments]
+            result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
+            assert result.exit_code == 1
+            assert words in result.stderr
+            hint = f"(here: {command_errors._OPTIONS[words]})\n"
+            assert result.stderr.endswith(hint), result.stderr
 
 
 def test_a_model_that_is_none_is_said_in_a_line(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapters import write_random_adapter
 from tests.support.encoders import build_classifier
 from tests.support.tiny_models import build_tiny_model
+from transformers import AutoModelForCausalLM
 
-from pagedlora import LLM, LoraModelConfig, ModelLoadError
+from pagedlora import LLM, KvCacheConfig, LoraModelConfig, ModelLoadError
+from pagedlora.engine import pretrained
 from pagedlora.engine.pretrained import load_pretrained, skeleton
 
 
@@ -64,12 +66,45 @@ def test_an_adapter_in_the_place_of_its_model(
         assert refused.value.source == str(adapter)
 
 
-def test_an_adapter_beside_a_model_is_not_put_into_it(
-    saved: Path, adapter: Path, tmp_path: Path
+@pytest.mark.parametrize("base", ["some/model", "itself", None])
+def test_an_adapter_beside_its_model_is_refused_with_a_way_out_that_works(
+    saved: Path, adapter: Path, tmp_path: Path, base: str | None
 ) -> None:
-    """transformers does so, where PEFT is installed: every answer would have it."""
+    """transformers would put it into the model: every answer would have it."""
+    both = tmp_path / "both"
+    _copied(adapter, both, str(both) if base == "itself" else base)
+    shutil.copytree(saved, both, dirs_exist_ok=True)
+    for use in (LLM, skeleton):
+        with pytest.raises(ModelLoadError) as refused:
+            use(both)  # type: ignore[operator]
+        assert f"'{both}' cannot be loaded: beside the model is an adapter" in str(refused.value)
+        assert "move adapter_config.json and adapter_model.* into a directory" in str(refused.value)
+        assert "base model" not in str(refused.value), "it is there already"
+        assert refused.value.source == str(both)
+    (tmp_path / "own").mkdir()
+    for file in [both / "adapter_config.json", *both.glob("adapter_model.*")]:
+        file.rename(tmp_path / "own" / file.name)
+    with LLM(both, kv_cache_config=KvCacheConfig(num_blocks=8)) as llm:
+        llm.load_lora("a", tmp_path / "own")
+
+
+def test_an_adapter_beside_its_model_is_refused_before_weights_are_read(
+    saved: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = _copied(adapter, tmp_path / "both", None)
+    shutil.copytree(saved, both, dirs_exist_ok=True)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(ModelLoadError, match="beside the model is an adapter"):
+        load_pretrained(str(both), None)
+
+
+def test_an_adapter_that_transformers_put_into_its_model_is_noticed(
+    saved: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a hub id it is not known before."""
     both = _copied(adapter, tmp_path / "both", str(saved))
     shutil.copytree(saved, both, dirs_exist_ok=True)
+    monkeypatch.setattr(pretrained, "_check_directory", lambda source: None)
     with pytest.raises(ModelLoadError, match="it is an adapter"):
         load_pretrained(str(both), None)
 

@@ -136,6 +136,15 @@ def test_what_files_say_is_no_markup(tmp_path: Path) -> None:
         assert text in result.output
 
 
+def test_what_files_say_is_no_emoji(tmp_path: Path) -> None:
+    fields = {"a_field_of_:x:": ":warning:"}
+    path = write_random_adapter(tmp_path / ":x:", CONFIG, rank=2, seed=1, **fields)
+    result = probe(path, "--no-strict")
+    assert result.exit_code == 0, result.output
+    assert "ignored a_field_of_:x:=':warning:'" in result.output
+    assert ":x: is refused: " in probe(tmp_path).output
+
+
 def test_terminals_get_no_controls_of_files(tmp_path: Path) -> None:
     name = "model.\x1b[31mq_proj"
     tensors = {
@@ -166,6 +175,13 @@ def test_nothing_there_is_an_error(tmp_path: Path, model: Path) -> None:
             f"error: no adapter is in '{tmp_path}' or below: no directory has an "
             "adapter_config.json\n"
         )
+
+
+def test_a_directory_of_no_adapters_is_named_without_controls(tmp_path: Path) -> None:
+    path = tmp_path / "\x1b[31m\nempty"
+    path.mkdir()
+    [line] = probe(path).output.splitlines()
+    assert "\\x1b[31m\\nempty' or below: no directory" in line
 
 
 def test_options_decide_what_loads(tmp_path: Path, model: Path) -> None:
@@ -231,6 +247,32 @@ def test_targets_are_those_that_the_model_is_served_with(tmp_path: Path, model: 
     wrong = probe(path, "--model", model, "--target", "nowhere")
     assert wrong.exit_code == 1
     assert wrong.output.startswith("error: target_modules ['nowhere'] match no linear module")
+
+
+def test_without_a_model_it_is_said_that_targets_are_not_judged(
+    tmp_path: Path, model: Path
+) -> None:
+    path = write_random_adapter(tmp_path / "a", CONFIG, rank=2, seed=1, targets=["q_proj"])
+    words = "Not checked: the fit to a model (--model) and to its modules that --target names, and"
+    for place in (path, tmp_path):
+        assert words in probe(place, "--target", "nosuch").output
+        assert "--target" not in probe(place).output
+        assert "--target" not in probe(place, "--target", "q_proj", "--model", model).output
+
+
+def test_modules_that_the_model_has_are_told_from_those_that_it_lacks(
+    tmp_path: Path, model: Path
+) -> None:
+    """They are known without weights: only for the former is there another target to name."""
+    tensors = adapter_tensors(CONFIG.modules, 2, seed=1)
+    strange = {name.replace("layers.1", "layers.9"): value for name, value in tensors.items()}
+    lacks = probe(write_adapter(tmp_path / "a", strange), "--model", model)
+    assert "which the model does not have; serve the model" in lacks.output
+    assert "--target" not in lacks.output
+    head = LoraModelConfig.from_module(build_tiny_model("llama"), ["lm_head"])
+    has = probe(write_random_adapter(tmp_path / "b", head, rank=2, seed=1), "--model", model)
+    assert "the model has, but not among its LoRA target modules" in has.output
+    assert has.output.endswith("(here: --target)\n")
 
 
 def test_help_breaks_no_line_within_a_sentence() -> None:

@@ -164,6 +164,7 @@ class EngineCore:
             changed = self._fail_stuck()
         if self._stats is not None:
             self._stats.record(output, self._live, changed)
+        self._live.forget_ended()
         return changed
 
     def _compute(self, output: SchedulerOutput) -> list[LlmRequest]:
@@ -186,12 +187,11 @@ class EngineCore:
 
     def abort_all(self, error: PagedLoraError) -> None:
         """Fails all live requests and takes back everything they held."""
-        live = list(self._live)
-        self._live.abort_all(error)
+        ended = self._live.abort_all(error)
         self._aborted.clear()
         self._is_idle = False
-        if self._stats is not None and live:
-            self._stats.record(SchedulerOutput(), (), live)
+        if self._stats is not None and ended:
+            self._stats.record(SchedulerOutput(), (), ended)
 
     def check_invariants(self) -> None:
         """Verifies the bookkeeping of the KV blocks; raises AssertionError."""

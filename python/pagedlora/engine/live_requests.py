@@ -62,6 +62,7 @@ class LiveRequests:
         self._begun: dict[int, LlmRequest] = {}
         self._waiting = WaitingQueue()
         self._new_in_front: list[LlmRequest] = []  # what `front` took from the queue
+        self._ended: list[LlmRequest] = []  # since `forget_ended`
 
     @property
     def kv(self) -> KVCacheManager:
@@ -140,8 +141,17 @@ class LiveRequests:
         request.error = error
         self._release(request)
 
-    def abort_all(self, error: PagedLoraError) -> None:
-        """Fails all, in whatever state an interrupt left them; idempotent."""
+    def forget_ended(self) -> None:
+        """Who ended until now has been told of: `abort_all` gives only those that end later."""
+        self._ended.clear()
+
+    def abort_all(self, error: PagedLoraError) -> list[LlmRequest]:
+        """Fails all, in whatever state an interrupt left them; idempotent.
+
+        Returns:
+            Those, and those that had ended since `forget_ended`, each once.
+        """
+        ended = [*self._ended, *self]
         for request in self:
             if self._peft is not None and request.lora_task_id is not None:
                 self._peft.mark_request_done(request)
@@ -153,6 +163,8 @@ class LiveRequests:
         self._waiting.clear()
         self._arrivals.clear()
         self._by_id.clear()  # last: until then there is something left to be aborted
+        self._ended.clear()
+        return ended
 
     def _release(self, request: LlmRequest) -> None:
         self._kv.free_resources(request)
@@ -161,6 +173,7 @@ class LiveRequests:
         del self._by_id[request.request_id], self._arrivals[request.request_id]
         self._waiting.remove(request)
         self._begun.pop(request.request_id, None)
+        self._ended.append(request)
 
     def _check_can_ever_run(self, request: LlmRequest) -> None:
         """Raises CapacityError if no state of the caches lets the request run."""

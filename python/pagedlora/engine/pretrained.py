@@ -76,7 +76,7 @@ def load_pretrained(source: str, dtype: torch.dtype | None) -> nn.Module:
         model, info = AutoModelForCausalLM.from_pretrained(
             source, dtype="auto" if dtype is None else dtype, output_loading_info=True
         )
-    if getattr(model, "_hf_peft_config_loaded", False):  # with the adapter put into it
+    if getattr(model, "_hf_peft_config_loaded", False):  # of a hub id, with it put into the model
         raise _adapter_error(source)
     missing = sorted(info["missing_keys"])
     if missing:  # transformers draws them at random, and says so in its log only
@@ -158,12 +158,23 @@ def _loading(source: str, what: str) -> Iterator[None]:
 
 
 def _check_directory(source: str) -> None:
-    """Refuses a directory without a model's configuration, before a hub is asked for one."""
-    if not os.path.isdir(source) or os.path.exists(os.path.join(source, _CONFIG_NAME)):
+    """Refuses a directory that has no model, or an adapter beside it, before anything is loaded."""
+    if not os.path.isdir(source):
         return
-    if os.path.exists(os.path.join(source, ADAPTER_CONFIG_NAME)):
+    has_model = os.path.exists(os.path.join(source, _CONFIG_NAME))
+    has_adapter = os.path.exists(os.path.join(source, ADAPTER_CONFIG_NAME))
+    if has_model and has_adapter:
+        raise ModelLoadError(
+            f"model {quoted(source)} cannot be loaded: beside the model is an adapter, "
+            f"{ADAPTER_CONFIG_NAME}, and transformers would put it into the model; move "
+            f"{ADAPTER_CONFIG_NAME} and adapter_model.* into a directory of their own, and give "
+            "that to load_lora()",
+            source=source,
+        )
+    if has_adapter:
         raise _adapter_error(source)
-    raise _error(source, "model", f"there is no {_CONFIG_NAME} in it")
+    if not has_model:
+        raise _error(source, "model", f"there is no {_CONFIG_NAME} in it")
 
 
 def _adapter_error(source: str) -> ModelLoadError:
