@@ -32,9 +32,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+SMALL_TIERS = ["--host-cache-size", "4MiB", "--device-cache-size", "4MiB"]
+"""Instead of a gigabyte that is touched each time."""
+
+
 def generate(home: Path, *arguments: str, stdin: str | None = None) -> Result:
     """Runs the command."""
-    options = ["--max-tokens", "6", "--host-cache-size", "4MiB", "--device-cache-size", "4MiB"]
+    options = ["--max-tokens", "6", *SMALL_TIERS]
     command = ["generate", str(home / "model"), *options, *arguments]
     return CliRunner().invoke(app, command, input=stdin, env={"COLUMNS": "200"})
 
@@ -193,7 +197,8 @@ def test_an_error_of_a_request_names_the_option_too(home: Path) -> None:
 
 def test_without_a_tokenizer_it_is_said_what_can_be_done_here(home: Path, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(home / "model").save_pretrained(tmp_path / "bare")
-    command = ["generate", str(tmp_path / "bare"), "--prompt", "x", "--max-tokens", "2"]
+    prompt = ["--prompt", "x", "--max-tokens", "2", *SMALL_TIERS]
+    command = ["generate", str(tmp_path / "bare"), *prompt]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 1
     assert f"no tokenizer is beside the model '{tmp_path / 'bare'}'" in refused.stderr
@@ -241,7 +246,7 @@ def test_each_option_is_named_by_the_errors_that_it_helps_with(home: Path, tmp_p
     for words, commands in errors.items():
         for arguments in commands:
             place = tmp_path / "head" if words == "load_lora()" else home / "model"
-            command = ["generate", str(place), "--prompt", "x", *arguments]
+            command = ["generate", str(place), "--prompt", "x", *SMALL_TIERS, *arguments]
             result = CliRunner().invoke(app, command, env={"COLUMNS": "400"})
             assert result.exit_code == 1
             assert words in result.stderr

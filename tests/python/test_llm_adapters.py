@@ -188,7 +188,7 @@ def test_adapters_of_a_directory_answer_by_their_path(
     (directory / "broken" / "adapter_config.json").write_text("{")
     (directory / "out").symlink_to(llama_adapters["r12"])
     config = LoraConfig(lora_dir=directory, adapter_root=root)  # type: ignore[arg-type]
-    engine = LLM(build_tiny_model("llama"), lora_config=config)
+    engine = LLM(build_tiny_model("llama"), lora_config=config, peft_cache_config=SMALL_CACHE)
     engines.append(engine)
     assert engine.list_loras() == []
     assert engine.lora_manager.names == ("broken", "org/r64", "org/r8")
