@@ -10,7 +10,7 @@ from pagedlora import _core
 from pagedlora.errors import UnsupportedAdapterError
 from pagedlora.loaders.bound import BoundModule
 from pagedlora.loaders.coverage import CoverageReport, counted
-from pagedlora.loaders.fused_modules import Part, renamed
+from pagedlora.loaders.fused_modules import Part, last_part, renamed
 from pagedlora.loaders.misfits import MisfitError, missing_module
 from pagedlora.loaders.module_table import ModuleSizes, ModuleTable
 from pagedlora.loaders.rows import AdapterModule, AdapterTensors
@@ -338,7 +338,7 @@ def _check_vocabulary(name: str, module: AdapterModule, sizes: ModuleSizes, path
     """Refuses LoRA on an embedding, or an output embedding, of more tokens than the model has."""
     if module.is_embedding:
         tensor, theirs, ours = module.pair.a, module.pair.a.shape[1], sizes.in_features
-    elif name[name.rfind(".") + 1 :] in _OUTPUT_EMBEDDINGS and not sizes.is_in_layer:
+    elif last_part(name) in _OUTPUT_EMBEDDINGS and not sizes.is_in_layer:
         tensor, theirs, ours = module.pair.b, module.pair.b.shape[0], sizes.out_features
     else:
         return

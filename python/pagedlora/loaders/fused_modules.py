@@ -77,11 +77,16 @@ class FusedNames:
 
     def part(self, module: str) -> Part | None:
         """What a module is a part of, by the last part of its name."""
-        return self._parts.get(module[module.rfind(".") + 1 :])
+        return self._parts.get(last_part(module))
 
     def parts(self, module: str) -> tuple[str, ...]:
         """Names of the parts of a fused module, by the last part of its name; empty: it is none."""
-        return self.fused.get(module[module.rfind(".") + 1 :], ())
+        return self.fused.get(last_part(module), ())
+
+
+def last_part(module: str) -> str:
+    """What a module's name ends with, after its last dot."""
+    return module[module.rfind(".") + 1 :]
 
 
 def renamed(module: str, last: str) -> str:

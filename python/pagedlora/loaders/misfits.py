@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagedlora.errors import AdapterFormatError
+from pagedlora.loaders.fused_modules import last_part
 from pagedlora.loaders.module_table import ModuleTable
 from pagedlora.loaders.stored import StoredTensor, tensor_error
 from pagedlora.shown import quoted
@@ -64,7 +65,7 @@ def missing_module(
     if not all(map(table.can_carry_lora, found)):
         problem = "can carry no LoRA in this model: linear modules, Conv1D and embeddings can"
         return MisfitError(tensor, f"{belongs} {problem}")
-    is_itself = len(found) == 1 and _last(found[0]) == _last(name)
+    is_itself = len(found) == 1 and last_part(found[0]) == last_part(name)
     has = "has" if is_itself else f"has as {' and '.join(map(quoted, found))}"
     return tensor_error(
         path,
@@ -73,11 +74,7 @@ def missing_module(
     )
 
 
-def _last(module: str) -> str:
-    return module[module.rfind(".") + 1 :]
-
-
 def _target(*modules: str) -> str:
     """How to make modules targets."""
-    lasts = "".join(f', "{_last(module):.80}"' for module in modules)
+    lasts = "".join(f', "{last_part(module):.80}"' for module in modules)
     return f'name the module, lora_target_modules=["all-linear"{lasts}]'

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pagedlora import _core
 from pagedlora.base_weights import BaseWeights, ModelWeights
-from pagedlora.loaders.fused_modules import FusedModules, FusedNames, renamed
+from pagedlora.loaders.fused_modules import FusedModules, FusedNames, last_part, renamed
 from pagedlora.loaders.tensor_names import AmbiguousNameError, NameMatcher
 from pagedlora.sharding import sharding_of, whole_modules
 
@@ -101,8 +101,8 @@ class ModuleTable:
             return None
         matcher = NameMatcher(self._base.module_names)
         part = self.fused.part(module)
-        own = module[module.rfind(".") + 1 :]
-        for lasts in ((own,), self.fused.parts(module), (part.fused,) if part is not None else ()):
+        own = (last_part(module),)
+        for lasts in (own, self.fused.parts(module), (part.fused,) if part is not None else ()):
             found = [_find(matcher, renamed(raw, last), renamed(module, last)) for last in lasts]
             if found and None not in found:
                 return tuple(name for name in found if name is not None)
